@@ -25,6 +25,7 @@ from gateway.conversation.messages import (
     ToolChoice,
     ToolUse,
     has_system_texts,
+    results_in_order,
     stricter_forms,
     with_system_first,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "answer_format_of",
     "checked_response_format",
     "has_system_texts",
+    "results_in_order",
     "stricter_forms",
     "with_system_first",
 ]

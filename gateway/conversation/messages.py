@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import count
 from typing import Any
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -115,6 +116,18 @@ class Conversation:
             + sum(len(call.arguments) for call in message.tool_calls)
             for message in self.messages
         )
+
+
+def results_in_order(conversation: Conversation) -> Conversation:
+    """The conversation, with adjacent results in the order of their calls. Clients may send them in any order, but most
+    templates write no ids: then only the order says to which call a result belongs."""
+    ordered: list[ChatMessage] = []
+    number, numbers = count(), dict[str | None, int]()
+    for turn, *results in _runs(conversation.messages, lambda _, message: message.role == "tool"):
+        numbers |= {call.id: next(number) for call in turn.tool_calls}
+        results.sort(key=lambda result: numbers.get(result.tool_call_id, -1))
+        ordered += [turn, *results]
+    return replace(conversation, messages=tuple(ordered))
 
 
 def one_call_per_turn(messages: Messages) -> Messages:

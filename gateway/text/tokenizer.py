@@ -14,6 +14,7 @@ from gateway.conversation import (
     Vocabulary,
     answer_format_of,
     has_system_texts,
+    results_in_order,
     stricter_forms,
     with_system_first,
 )
@@ -123,6 +124,7 @@ class Tokenizer:
                 "chat", "this model's tokenizer has no chat template; send text or token ids"
             )
         check_num_values(conversation.messages)
+        conversation = results_in_order(conversation)
         text = self._accepted(self.answer_format, conversation, add_generation_prompt)
         if has_system_texts(conversation, text):
             return text

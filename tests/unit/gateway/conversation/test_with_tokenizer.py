@@ -158,6 +158,24 @@ def test_a_prompt_has_no_half_of_a_character_that_the_arguments_of_a_call_escape
     assert tokenizer.decode(tokenizer.encode(prompt, add_special_tokens=False), False) == prompt
 
 
+@pytest.mark.parametrize("family", ["hermes", "generic", "minimax"])
+def test_the_results_of_a_turn_come_in_the_order_of_its_calls(tmp_path: Path, family: str) -> None:
+    """These templates write no ids, so results in another order would belong to other calls."""
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES[family])
+    turn = called(*(("search", f'{{"query": "{number}"}}') for number in range(3)))
+    first, second = (replace(turn, tool_calls=calls) for calls in (turn.tool_calls[:1], turn.tool_calls[1:]))
+    results = [
+        ChatMessage("tool", f"result of {call.id}", tool_call_id=call.id, name="search")
+        for call in turn.tool_calls
+    ]
+    mixed = (results[2], results[0], results[1])
+
+    for turns in ((turn,), (first, second)):
+        prompt = tokenizer.render_chat(replace(ASKED, messages=(*ASKED.messages, *turns, *mixed, *turns)))
+        texts = ("result of call_0", "result of call_1", "result of call_2")
+        assert sorted(texts, key=prompt.index) == list(texts)
+
+
 def test_a_model_that_wrote_several_calls_in_one_turn_may_continue_though_its_template_wants_one(
     tmp_path: Path,
 ) -> None:
