@@ -131,37 +131,45 @@ def results_in_order(conversation: Conversation) -> Conversation:
 
 
 def one_call_per_turn(messages: Messages) -> Messages:
-    """The messages, with a separate turn for each call. The call's result follows it; the text of the original turn
-    precedes it.
+    """The messages, with a separate turn for each call. The call's result follows it, even if another turn with calls
+    came in between; the text of the original turn precedes it.
 
     For templates that write only one call of a turn, or refuse a turn with several.
     """
     turns: list[ChatMessage] = []
     at = 0
     while at < len(messages):
-        message = messages[at]
-        at += 1
-        if not message.tool_calls:
-            turns.append(message)
-            continue
         begin = at
+        while at < len(messages) and messages[at].tool_calls:
+            at += 1
+        if at == begin:
+            turns.append(messages[at])
+            at += 1
+            continue
+        end = at
         while at < len(messages) and messages[at].role == "tool":
             at += 1
-        turns += _calls_one_by_one(message, messages[begin:at])
+        turns += _calls_one_by_one(messages[begin:end], messages[end:at])
     return tuple(turns)
 
 
-def _calls_one_by_one(message: ChatMessage, results: Messages) -> list[ChatMessage]:
-    turns = [ChatMessage(message.role, message.content, name=message.name)] if message.content else []
-    results_of: dict[str | None, list[ChatMessage]] = {call.id: [] for call in message.tool_calls}
+def _calls_one_by_one(callers: Messages, results: Messages) -> list[ChatMessage]:
+    """`callers`: adjacent turns with calls; `results`: the results after them."""
+    turns: list[ChatMessage] = []
+    last_caller = {call.id: number for number, turn in enumerate(callers) for call in turn.tool_calls}
+    results_of: dict[str | None, list[ChatMessage]] = {call_id: [] for call_id in last_caller}
     others: list[ChatMessage] = []
     for result in results:
         results_of.get(result.tool_call_id, others).append(result)
-    reasoning = message.reasoning
-    for call in message.tool_calls:
-        turns.append(ChatMessage(message.role, "", reasoning, (call,), name=message.name))
-        turns += results_of[call.id]
-        reasoning = None
+    for number, turn in enumerate(callers):
+        if turn.content:
+            turns.append(ChatMessage(turn.role, turn.content, name=turn.name))
+        reasoning = turn.reasoning
+        for call in turn.tool_calls:
+            turns.append(ChatMessage(turn.role, "", reasoning, (call,), name=turn.name))
+            if last_caller[call.id] == number:
+                turns += results_of[call.id]
+            reasoning = None
     return turns + others
 
 

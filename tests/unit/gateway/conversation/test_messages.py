@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from gateway.conversation import ChatMessage, ToolCall, stricter_forms
+from gateway.conversation.messages import one_call_per_turn
 from tests.factories.conversations import ASKED, SEARCH, WEATHER
 from tests.factories.costs import expect_cost_in_proportion
 
@@ -84,6 +85,17 @@ def test_a_turn_with_several_calls_becomes_a_turn_for_each_call_with_its_result(
         (LATE, *split),
         (LATE, *joined),
     ]
+
+
+def test_a_result_follows_its_call_though_another_turn_with_a_call_came_in_between() -> None:
+    """The template of gpt-oss takes a result as that of the call before it."""
+    other = replace(CALL, tool_calls=(ToolCall("2", "search", "{}"),))
+    found, lost = RESULT, replace(RESULT, content="nothing", tool_call_id="2")
+    late = replace(RESULT, content="late", tool_call_id="0")
+
+    split = one_call_per_turn((USER, CALL, other, late, found, lost, ANSWER))
+
+    assert split == (USER, CALL, found, other, lost, late, ANSWER)
 
 
 def test_in_the_last_forms_each_tool_has_a_description() -> None:
