@@ -14,6 +14,8 @@ from cluster.on_ray.calls import answer, kill_process
 from cluster.on_ray.session import lost_process
 
 CONTROLLER_NAME = "controller"
+CONTROLLER_CLASS = "ControllerActor"
+"""The class of the controller's actor. It tells a fleet from another program that uses the same namespace of Ray."""
 
 CONTROLLER_CODEC = ControlCodec((*CALLS, Introduce))
 
@@ -87,12 +89,29 @@ class RayCarrier:
 
     def _is_gone(self) -> bool:
         """Whether the controller has ended for good: a restarted actor keeps its name."""
-        named = controller_actor()
+        named = _named_actor()
         return named is None or bool(named._actor_id != self.actor._actor_id)
 
 
 def controller_actor() -> Any:
-    """The controller's actor in this driver's namespace; None if there is none."""
+    """The controller's actor in this driver's namespace; None if there is none.
+
+    Raises ClusterError if an actor of another program has the controller's name.
+    """
+    named = _named_actor()
+    if named is None:
+        return None
+    kind = named._ray_actor_creation_function_descriptor.class_name
+    if kind != CONTROLLER_CLASS:
+        raise ClusterError(
+            f"an actor of another program (class {kind}) has the name '{CONTROLLER_NAME}' in this fleet's Ray "
+            "namespace (cluster.name); use another cluster.name"
+        )
+    return named
+
+
+def _named_actor() -> Any:
+    """The actor with the controller's name, of whatever program; None if there is none."""
     try:
         return ray.get_actor(CONTROLLER_NAME)
     except ValueError:

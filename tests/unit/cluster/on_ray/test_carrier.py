@@ -1,6 +1,7 @@
-"""RayCarrier: how long a call waits for a controller."""
+"""RayCarrier: how long a call waits for a controller, and which actor is a controller."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,7 +10,8 @@ import pytest
 from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import WaitStart
 from cluster.on_ray import carrier as carrier_module
-from cluster.on_ray.carrier import CONTROLLER_CODEC, RESTART_S, RayCarrier
+from cluster.on_ray.carrier import CONTROLLER_CODEC, RESTART_S, RayCarrier, controller_actor
+from cluster.on_ray.controller import ControllerActor
 
 
 class SilentActor:
@@ -54,6 +56,18 @@ async def test_a_fleet_ends_with_a_process_of_its_private_ray(monkeypatch: pytes
         FleetEnded, match=r"^the fleet has ended: Ray's process raylet \(7\) was killed by SIGKILL$"
     ):
         await RayCarrier(SilentActor()).exchange(frame, hangs_after_s=1.0)
+
+
+def test_an_actor_of_another_program_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(kind: str) -> Any:
+        return SimpleNamespace(_ray_actor_creation_function_descriptor=SimpleNamespace(class_name=kind))
+
+    monkeypatch.setattr("ray.get_actor", lambda _name: named("Trainer"))
+    with pytest.raises(ClusterError, match=r"another program \(class Trainer\) .* use another cluster\.name"):
+        controller_actor()
+    ours = named(ControllerActor.__name__)
+    monkeypatch.setattr("ray.get_actor", lambda _name: ours)
+    assert controller_actor() is ours
 
 
 async def _answer(reply: "asyncio.Future[Any]", _who: str) -> Any:
