@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.config import BatonConfig
-from baton.errors import ClusterError
+from baton.errors import BatonError, ClusterError
 from baton.messages.control import ControlApi
 from baton.system.awake_timer import awake_timeout
 from baton.system.signals import unless
@@ -61,8 +61,13 @@ class RayFleet:
                 f"took over the running fleet '{self._config.cluster.name}', which had no owner; its workers keep the "
                 "`logging` and `gateway.max_in_flight` that they started with"
             )
-            await scale_to(self._config, None, owned.control)
-            self._owned = owned
+            # A drain may take long. If a signal ends this command meanwhile, it ends the adopted fleet, too.
+            self._owned, self._has_started = owned, True
+            try:
+                await scale_to(self._config, None, owned.control)
+            except BatonError:  # the fleet still serves; another command may adopt it
+                self._owned = None
+                raise
             if on_serving is not None:
                 await on_serving(owned.control)
         self._has_started = True

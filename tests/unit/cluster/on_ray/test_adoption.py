@@ -11,7 +11,7 @@ import pytest
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, FleetEnded
-from baton.messages.control import ControlRequest, GetConfiguration, WaitView
+from baton.messages.control import ControlRequest, GetConfiguration, ScaleRole, WaitView
 from baton.messages.control_codec import versions_differ
 from baton.system.curve import derive_keys
 from cluster.control_api.configuration import keys_digest
@@ -198,6 +198,48 @@ async def test_an_adopted_fleet_is_scaled_though_it_began_with_the_same_counts(
         "`gateway.max_in_flight` that they started with"
     ]
     assert found.commands == [("scale", "prefill", "1"), ("scale", "decode", "3")]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "done"),
+    [(None, ["shutdown", "end"]), (ClusterError("256 commands are running"), [])],
+    ids=["a signal", "a refusal"],
+)
+async def test_only_a_signal_ends_a_fleet_that_is_still_scaled_after_its_adoption(
+    monkeypatch: pytest.MonkeyPatch, refusal: ClusterError | None, done: list[str]
+) -> None:
+    scales = asyncio.Event()
+
+    class Scaled(Found):
+        has_answered = True
+
+        async def call(self, request: ControlRequest[R]) -> R:
+            assert isinstance(request, ScaleRole)
+            scales.set()
+            if refusal is not None:
+                raise refusal
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def shutdown(self, *, may_drain: bool) -> None:
+            assert may_drain
+            self.done.append("shutdown")
+
+    found = Scaled(BatonConfig())
+
+    async def find(*_: object) -> Found:
+        return found
+
+    monkeypatch.setattr(fleet_module, "find_fleet", find)
+    fleet = RayFleet(BatonConfig(), "", MODEL_PATH, lambda _: None)
+    start = asyncio.create_task(fleet.start(lambda *_: None))
+    await scales.wait()
+    if refusal is None:
+        start.cancel()
+    with pytest.raises(asyncio.CancelledError if refusal is None else ClusterError):
+        await start
+    await fleet.end(asyncio.Event())
+    assert found.done == done
 
 
 def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
