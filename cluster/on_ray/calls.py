@@ -52,13 +52,20 @@ async def answer(reference: Awaitable[T], who: str | None) -> T:
 
 
 async def kill_process(pid: int, node_id: str) -> None:
-    """Sends SIGKILL to a Ray worker process on any node, for processes that no longer react to Ray (SIGSTOP)."""
+    """Sends SIGKILL to a Ray worker process on any node, for processes that no longer react to Ray (SIGSTOP).
+
+    Raises ClusterError if the node cannot be reached through Ray.
+    """
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     on_node: Any = ray.remote(_kill)
-    await answer(on_node.options(num_cpus=0, scheduling_strategy=strategy).remote(pid), f"node {node_id}")
+    try:
+        killing = on_node.options(num_cpus=0, scheduling_strategy=strategy).remote(pid)
+    except RayError as error:  # Ray's head is unreachable, or has restarted
+        raise ClusterError(f"node {node_id} cannot be reached: {why_gone(error)}") from None
+    await answer(killing, f"node {node_id}")
 
 
 def _kill(pid: int) -> None:

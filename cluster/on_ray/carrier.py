@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError, RayError
 
 from baton.errors import ClusterError, FleetEnded
 from baton.messages.control_codec import CallFrame, ControlCodec, Reply, read_reply, write_call
@@ -89,7 +90,17 @@ class RayCarrier:
 
     def _is_gone(self) -> bool:
         """Whether the controller has ended for good: a restarted actor keeps its name."""
-        named = _named_actor()
+        try:
+            # Unlike `get_actor`, which remembers names, this asks Ray's head each time.
+            if CONTROLLER_NAME not in ray.util.list_named_actors():
+                return True
+            named = _named_actor()
+        except (
+            AuthenticationError
+        ):  # Ray's head has restarted: this is how Ray reports that it is another cluster now
+            return True
+        except RayError:  # the head is unreachable, perhaps only for a while
+            return False
         return named is None or bool(named._actor_id != self.actor._actor_id)
 
 

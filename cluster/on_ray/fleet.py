@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ray.exceptions import RayError
+
 from baton.config import BatonConfig
 from baton.errors import BatonError, ClusterError
 from baton.messages.control import ControlApi
@@ -87,7 +89,12 @@ class RayFleet:
         except (TimeoutError, ClusterError) as error:
             logger.debug("the controller did not end the fleet: %s", error)
         finally:
-            owned.end()
+            try:
+                owned.end()
+            except (
+                RayError
+            ) as error:  # Ray's head ended or restarted, which ends the fleet: why this command ends
+                logger.debug("Ray did not end the rest of the fleet: %s", error)
 
     def _forced_end_s(self, owned: OwnedController) -> float:
         """How long the controller may take to end all workers; the rest is ended by force."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import AuthenticationError
 
 from baton.config import BatonConfig
 from baton.errors import ClusterError, FleetEnded
@@ -240,6 +241,31 @@ async def test_only_a_signal_ends_a_fleet_that_is_still_scaled_after_its_adoptio
         await start
     await fleet.end(asyncio.Event())
     assert found.done == done
+
+
+async def test_a_ray_whose_head_has_restarted_does_not_hide_why_the_command_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnLostRay(Found):
+        has_answered = True
+
+        async def shutdown(self, *, may_drain: bool) -> None:
+            raise ClusterError(f"the fleet's controller did not answer (may drain: {may_drain})")
+
+        def end(self) -> None:
+            super().end()
+            raise AuthenticationError("WrongClusterID")
+
+    found = OnLostRay(BatonConfig())
+
+    async def find(*_: object) -> Found:
+        return found
+
+    monkeypatch.setattr(fleet_module, "find_fleet", find)
+    fleet = RayFleet(BatonConfig(), "", MODEL_PATH, lambda _: None)
+    await fleet.start(lambda *_: None)
+    await fleet.end(asyncio.Event())
+    assert found.done == ["end"]
 
 
 def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:

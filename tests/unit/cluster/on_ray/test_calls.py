@@ -2,12 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable
+from unittest.mock import Mock
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    AuthenticationError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from baton.errors import ClusterError, FleetError
-from cluster.on_ray.calls import answer
+from cluster.on_ray.calls import answer, kill_process
 
 KILLED = """The actor died unexpectedly before finishing this task.
 	class_name: WorkerActor
@@ -69,3 +76,13 @@ def test_what_a_call_raises_comes_without_the_traceback_from_over_there() -> Non
 def test_our_own_errors_come_as_they_were_raised() -> None:
     with pytest.raises(FleetError, match="it is busy"):
         asyncio.run(answer(_raise(RayTaskError("drain", "Traceback", FleetError("it is busy"))), None))
+
+
+def test_a_process_that_ray_cannot_reach_is_a_cluster_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of Ray's head, Ray raises an error even before the call is sent."""
+    remote = Mock()
+    remote.return_value.options.return_value.remote.side_effect = AuthenticationError("WrongClusterID")
+    monkeypatch.setattr("ray.remote", remote)
+    monkeypatch.setattr("ray.get_runtime_context", Mock())
+    with pytest.raises(ClusterError, match=r"node (b0){28} cannot be reached"):
+        asyncio.run(kill_process(7, "b0" * 28))

@@ -3,14 +3,21 @@
 import asyncio
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+from ray.exceptions import AuthenticationError, RpcError
 
 from baton.errors import ClusterError, FleetEnded
 from baton.messages.control import WaitStart
 from cluster.on_ray import carrier as carrier_module
-from cluster.on_ray.carrier import CONTROLLER_CODEC, RESTART_S, RayCarrier, controller_actor
+from cluster.on_ray.carrier import (
+    CONTROLLER_CODEC,
+    CONTROLLER_NAME,
+    RESTART_S,
+    RayCarrier,
+    controller_actor,
+)
 from cluster.on_ray.controller import ControllerActor
 
 
@@ -56,6 +63,31 @@ async def test_a_fleet_ends_with_a_process_of_its_private_ray(monkeypatch: pytes
         FleetEnded, match=r"^the fleet has ended: Ray's process raylet \(7\) was killed by SIGKILL$"
     ):
         await RayCarrier(SilentActor()).exchange(frame, hangs_after_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer_of_ray", "error"),
+    [
+        ([CONTROLLER_NAME], ClusterError),
+        ([], FleetEnded),
+        (AuthenticationError("WrongClusterID: perhaps GCS has restarted"), FleetEnded),
+        (RpcError("GCS is unavailable"), ClusterError),
+    ],
+    ids=["it restarts", "it has ended", "Ray's head has restarted", "Ray's head is away"],
+)
+async def test_a_controller_that_does_not_answer_has_ended_if_rays_head_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, answer_of_ray: list[str] | Exception, error: type[Exception]
+) -> None:
+    """`ray.get_actor` finds the controller each time: it remembers names."""
+    carrier = RayCarrier(SilentActor())
+    carrier.actor._actor_id = b"its id"
+    monkeypatch.setattr("ray.get_actor", lambda _name: carrier.actor)
+    monkeypatch.setattr("ray.util.list_named_actors", Mock(side_effect=[answer_of_ray]))
+    monkeypatch.setattr(carrier, "ask_or_kill", Mock(side_effect=ClusterError("it did not answer")))
+    frame = CONTROLLER_CODEC.frame(0, 2.0, WaitStart(-1, 2.0))
+    with pytest.raises(error) as raised:
+        await carrier.exchange(frame, hangs_after_s=1.0)
+    assert type(raised.value) is error
 
 
 def test_an_actor_of_another_program_is_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
