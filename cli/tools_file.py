@@ -3,12 +3,12 @@
 The gateway checks their schemas.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.strict_json import NotStrict, parse
 
 FIELDS = {"name": str, "description": str, "parameters": dict, "strict": bool}
 MAX_FILE_BYTES = 4 * 2**20
@@ -20,10 +20,12 @@ def tools_from(path: Path) -> tuple[Tool, ...]:
     ConfigError says what is wrong.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:  # perhaps a pipe, whose size is not known before
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
             raise ConfigError(f"--tools {path}: has more than {MAX_FILE_BYTES} bytes")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse(text)
+    except (OSError, NotStrict) as error:
         raise ConfigError(f"--tools {path}: {error}") from error
     tools = content if isinstance(content, list) else [content]
     return tuple(_tool_from(tool, f"--tools {path}: tool {number}") for number, tool in enumerate(tools, 1))

@@ -120,7 +120,7 @@ class GatewayConfig(Section):
     grpc_min_client_ping_s: float = Field(10.0, ge=0.0)
     """gRPC: shortest interval at which a client may ping, with or without calls; a client that keeps pinging more
     often is disconnected (ENHANCE_YOUR_CALM)."""
-    grpc_max_connection_age_s: float | None = Field(None, gt=0.0)
+    grpc_max_connection_age_s: float | None = Field(None, ge=1.0)
     """gRPC: a connection older than this (give or take a tenth) accepts no new calls. Its client opens another one,
     which a load balancer can send to another gateway. If unset, connections stay."""
     grpc_connection_grace_s: float = Field(600.0, gt=0.0)

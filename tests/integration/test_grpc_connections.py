@@ -80,7 +80,7 @@ async def test_tokens_that_came_together_go_out_in_one_message(folder: Path) -> 
 
 async def test_an_old_connection_ends_and_its_running_call_does_not(folder: Path) -> None:
     async with (
-        gateway_with(folder, {}, {"d0": silent}, grpc_max_connection_age_s=0.5) as under_test,
+        gateway_with(folder, {}, {"d0": silent}, grpc_max_connection_age_s=1.0) as under_test,
         proxy_to(under_test.gateway.grpc_port) as proxy,
         grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
     ):

@@ -151,7 +151,8 @@ async def test_the_commands_answer_has_calls_and_reasoning(folder: Path) -> None
         ('{"type": "function", "function": {"name": "f", "foo": 1}}', "unknown field 'foo'"),
         ('{"type": "function", "function": {"name": 7}}', "name must be of type str, got int"),
         ('{"type": "function", "function": {}}', "needs a name"),
-        ("{", "Expecting property name"),
+        ("{", "EOF while parsing an object"),
+        ('{"type": "custom", "type": "function", "function": {"name": "f"}}', "'type' appears twice"),
     ],
 )
 def test_a_bad_file_of_tools_is_refused_with_the_reason(
@@ -163,6 +164,11 @@ def test_a_bad_file_of_tools_is_refused_with_the_reason(
     error = capsys.readouterr().err
     assert problem in error
     assert str(file) in error
+
+
+def test_a_file_of_tools_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--tools", "/dev/zero", "hi"]) != 0
+    assert "--tools /dev/zero: has more than 4194304 bytes" in capsys.readouterr().err
 
 
 async def test_the_command_prints_calls_as_lines(
