@@ -40,7 +40,8 @@ def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonCo
     async def while_open(fleet: OpenFleet) -> None:
         address = (fleet.address, "green")
         screen.line("ready", Text.assemble("gateways find this fleet at ", address, " (Ctrl-C stops)"))
-        screen.line("", f"baton gateway --fleet-address {fleet.address}")
+        secret = [] if config.network.secret_file is None else ["--secret-file", config.network.secret_file]
+        screen.line("", shlex.join(["baton", "gateway", "--fleet-address", fleet.address, *secret]))
         if as_json:
             workers = [{"name": e.ref.name, "role": e.role.value, "pid": e.pid} for e in fleet.endpoints]
             print(json.dumps({"fleet": fleet.address, "workers": workers}), flush=True)
@@ -55,8 +56,17 @@ def serve_gateway(config: BatonConfig, as_json: bool) -> int:
     """Runs one more gateway of a running fleet until SIGINT, SIGTERM or SIGHUP. The fleet then continues without it."""
     write_logs(config.logging, component="gateway", fleet=config.cluster.name)
     screen = Screen(service_console())
-    run_gateway(config, screen, serving(screen, as_json))
-    screen.line("stopped", "the fleet continues without this gateway")
+    has_found_fleet = False
+
+    async def while_ready(service: Service) -> None:
+        nonlocal has_found_fleet
+        has_found_fleet = True
+        await serving(screen, as_json)(service)
+
+    run_gateway(config, screen, while_ready)
+    screen.line(
+        "stopped", "the fleet continues without this gateway" if has_found_fleet else "no fleet was found"
+    )
     return 0
 
 
@@ -85,12 +95,21 @@ def announce(service: Service, screen: Screen) -> None:
     if service.http is not None:
         addresses.append_text(Text.assemble(", HTTP on ", (url, "green")))
     screen.line("ready", addresses.append(" (Ctrl-C stops)"))
-    flags = (" --tls" if service.uses_tls else "") + (" --api-key-file FILE" if service.asks_for_key else "")
+    flags = (
+        (" --tls" if service.uses_tls else "")
+        + (" --tls-cert FILE --tls-key FILE" if service.asks_for_certificate else "")
+        + (" --api-key-file FILE" if service.asks_for_key else "")
+    )
     screen.line("", f'baton generate --target {service.target}{flags} "Why is the sky blue?"')
     key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""
-    flags = ("" if service.uses_tls else " -plaintext") + key
+    certificate = " -cert FILE -key FILE" if service.asks_for_certificate else ""
+    flags = ("" if service.uses_tls else " -plaintext") + certificate + key
     body = shlex.quote(json.dumps({"chat": chat}))
     screen.line("", f"grpcurl{flags} -d {body} {service.target} baton.v1.GenerationService/Generate")
     if service.http is not None:
         body = shlex.quote(json.dumps({"model": service.model} | chat))
-        screen.line("", f"curl {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {body}")
+        certificate = " --cert FILE --key FILE" if service.asks_for_certificate else ""
+        screen.line(
+            "",
+            f"curl {url}/v1/chat/completions{certificate}{key} -H 'content-type: application/json' -d {body}",
+        )

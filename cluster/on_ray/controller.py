@@ -204,8 +204,8 @@ def running_fleet(config: BatonConfig) -> ControlClient | None:
 
 def _in_use(name: str, owner: str) -> str:
     return (
-        f"a fleet named '{name}' is in use by another `baton serve` on this cluster ({owner}); use another "
-        "cluster.name, or `baton gateway` for one more gateway to it"
+        f"a fleet named '{name}' is in use by another command on this cluster ({owner}); use another cluster.name, or "
+        "`baton gateway` for one more gateway to it"
     )
 
 

@@ -32,6 +32,8 @@ class Service:
     model: str
     """The model's name in requests."""
     uses_tls: bool = False
+    asks_for_certificate: bool = False
+    """Clients need a certificate of their own."""
     asks_for_key: bool = False
 
 
@@ -83,6 +85,7 @@ class FollowingGateway:
             endpoints,
             gateway.model_name,
             uses_tls=config.tls is not None,
+            asks_for_certificate=config.tls is not None and config.tls.client_ca_file is not None,
             asks_for_key=config.has_keys and not config.allow_anonymous,
         )
 

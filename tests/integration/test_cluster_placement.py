@@ -39,7 +39,7 @@ def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_no
         workers = [psutil.Process(pid) for pid in pids]
         with serving(*arguments, environment=RAY_ENVIRONMENT) as second:
             assert second.wait_gone() == 1
-            assert "a fleet named 'blue' is in use by another `baton serve`" in second.stderr
+            assert "a fleet named 'blue' is in use by another command" in second.stderr
             assert f"(process {serve.process.pid} on " in second.stderr
         with serving(*arguments, "--dtype", "bfloat16", environment=RAY_ENVIRONMENT) as other:
             assert other.wait_gone() == 1

@@ -1,10 +1,11 @@
 """What `baton serve` says when it is ready can be pasted."""
 
+import asyncio
 import io
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from cli.commands import servers
 from cli.commands.servers import announce
 from cli.console import service_console
 from cli.main import DONE, USAGE, main
-from cluster.serve.following_gateway import Service
+from cluster.serve.following_gateway import Service, WhileReady
+from cluster.serve.run import OpenFleet, WhileOpen
 from cluster.serve.screen import Screen
 
 
@@ -32,6 +34,68 @@ def test_a_curl_line_names_the_model(uses_tls: bool, scheme: str) -> None:
     body = json.loads(flags[flags.index("-d") + 1])
     assert body["model"] == "tiny"
     assert body["messages"][0]["role"] == "user"
+
+
+def test_the_lines_have_the_flags_that_the_gateway_asks_for() -> None:
+    said = io.StringIO()
+    service = Service(
+        "127.0.0.1:5",
+        "127.0.0.1:8",
+        (),
+        "tiny",
+        uses_tls=True,
+        asks_for_certificate=True,
+        asks_for_key=True,
+    )
+    announce(service, Screen(Console(file=said, width=80)))
+    _, generate, grpcurl, curl = (line.strip() for line in said.getvalue().splitlines())
+    assert "--tls --tls-cert FILE --tls-key FILE --api-key-file FILE " in generate
+    assert grpcurl.startswith("grpcurl -cert FILE -key FILE -H 'authorization: Bearer KEY' -d ")
+    assert " --cert FILE --key FILE -H 'authorization: Bearer KEY' " in curl
+
+
+async def until_it_waits(said: Awaitable[None]) -> None:
+    task = asyncio.ensure_future(said)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("network", "flags"), [({}, []), ({"secret_file": "my secret"}, ["--secret-file", "my secret"])]
+)
+def test_a_fleet_says_how_a_gateway_finds_it(
+    network: dict[str, str],
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def run_fleet(_: BatonConfig, _screen: Screen, while_open: WhileOpen, _reread: object) -> None:
+        asyncio.run(until_it_waits(while_open(OpenFleet("10.0.0.1:7", ()))))
+
+    monkeypatch.setattr(servers, "run_fleet", run_fleet)
+    config = BatonConfig.from_mapping({"network": network})
+    assert servers.serve_fleet(config, False, lambda: config) == DONE
+    lines = [line.strip() for line in capfd.readouterr().err.splitlines()]
+    (line,) = [line for line in lines if line.startswith("baton gateway")]
+    assert shlex.split(line) == ["baton", "gateway", "--fleet-address", "10.0.0.1:7", *flags]
+
+
+@pytest.mark.parametrize(
+    ("finds", "said"),
+    [(True, "the fleet continues without this gateway"), (False, "no fleet was found")],
+)
+def test_a_stopped_gateway_speaks_of_a_fleet_only_if_it_found_one(
+    finds: bool, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run_gateway(_: BatonConfig, _screen: Screen, while_ready: WhileReady) -> None:
+        if finds:
+            asyncio.run(until_it_waits(while_ready(Service("127.0.0.1:5", None, (), "tiny"))))
+
+    monkeypatch.setattr(servers, "run_gateway", run_gateway)
+    assert servers.serve_gateway(BatonConfig(), False) == DONE
+    assert f"stopped   {said}" in capfd.readouterr().err
 
 
 def test_without_http_there_is_no_curl_line() -> None:

@@ -175,7 +175,7 @@ async def test_of_two_commands_that_find_a_fleet_without_an_owner_one_adopts_it(
     outcomes = await asyncio.gather(*[asyncio.create_task(adopt(job)) for job in ("01000000", "02000000")])
     (refusal,) = [outcome for outcome in outcomes if outcome != "adopted"]
     assert re.match(
-        r"a fleet named 'baton' is in use by another `baton serve` on this cluster \(process 70[12] on 10",
+        r"a fleet named 'baton' is in use by another command on this cluster \(process 70[12] on 10",
         refusal,
     )
 
