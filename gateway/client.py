@@ -172,6 +172,8 @@ class GatewayClient:
         Exactly one of `text`, `token_ids`, `messages` (role, content) and `conversation` is the prompt. With
         `conversation`, events have `parts`. `sampling` contains fields of SamplingParams by name.
         """
+        if sum(prompt is not None for prompt in (text, token_ids, messages, conversation)) != 1:
+            raise ValueError("give exactly one of text, token_ids, messages and conversation")
         request = generation_pb.GenerateRequest(
             request_id=request_id,
             token_ids=None if token_ids is None else generation_pb.TokenIds(ids=token_ids),

@@ -80,6 +80,13 @@ async def test_a_request_that_ends_with_token_0_is_answered_by_the_prefill_worke
         )
 
 
+async def test_a_call_of_the_client_has_exactly_one_prompt(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        for text, token_ids in ((None, None), ("Hi", [5])):
+            with pytest.raises(ValueError, match="exactly one of text, token_ids, messages and conversation"):
+                await anext(under_test.client.generate(text=text, token_ids=token_ids))
+
+
 async def test_a_prefill_worker_that_refuses_is_passed_over(folder: Path) -> None:
     def late_answer(request: EngineRequest) -> list[RequestOutput]:
         return [] if request.kv_transfer else outputs_of(request, ANSWER)
