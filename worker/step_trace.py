@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
 from baton.errors import TraceError
 from baton.request import FinishReason
@@ -38,10 +38,10 @@ class TraceHeader:
     """The worker's initial role."""
     began_unix_s: float
     """The time of day at the trace's second 0; aligns files of several workers, as far as their clocks agree."""
-    max_num_batched_tokens: int
-    num_blocks: int
+    max_num_batched_tokens: PositiveInt
+    num_blocks: PositiveInt
     """Blocks for requests, without the null block."""
-    block_size: int
+    block_size: PositiveInt
 
 
 class Share(NamedTuple):

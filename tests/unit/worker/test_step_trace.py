@@ -1,5 +1,6 @@
 """The file of a worker's steps: what is written comes back, and what is not whole is refused or said."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,10 @@ def test_a_broken_line_is_named(tmp_path: Path, line: bytes, complaint: str) -> 
         (b"# notes\n", ":1: not a step trace"),
         (encode_step(FIRST), r":1: not a step trace \(.*worker: Field required.*; pass a file that"),
         (encode_header(HEADER)[:20], ":1: not a step trace"),
+        (
+            encode_header(replace(HEADER, num_blocks=0)),
+            r":1: not a step trace \(num_blocks: .*greater than 0",
+        ),
         (
             encode_header(make_header(baton_trace=9)),
             ":1: this trace has version 9, but this command reads version 1",
