@@ -26,6 +26,9 @@ from engine.loading.model_files import weight_files
 from engine.loading.pretrained import default_cache_dir, resolve
 from engine.model_config import read_architecture
 
+ADAPTER = "adapter_config.json"
+"""In a folder with this file, transformers would apply an adapter to the weights. Baton has no adapters."""
+
 
 class Fleet(Protocol):
     """Workers and their controller. `end` may be called after any outcome of `start`."""
@@ -113,6 +116,8 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
                     weight_files(folder)  # raises the error before Ray is started
     dtype = choose_dtype(config, path)
     screen.line("model", f"{source_of(path)} in {dtype}")
+    if (path / ADAPTER).is_file():
+        screen.line("", f"without the adapter of {ADAPTER}: Baton serves the weights as they are stored")
     takes = footprint(with_dtype(config, dtype), path, draft_folder)
     screen.line("", str(takes))
     if is_here:

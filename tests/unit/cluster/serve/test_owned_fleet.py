@@ -166,6 +166,20 @@ def test_a_folder_without_weights_is_refused_before_any_worker_starts(
     resolve_model(BatonConfig.from_mapping({**sections, "cluster": {"ray_address": "head:6379"}}), screen)
 
 
+def test_an_adapter_that_is_not_applied_is_named(tmp_path: Path, folder: Path) -> None:
+    said: list[str] = []
+    config = BatonConfig.from_mapping(
+        {"model": {"path": str(tmp_path)}, "engine": {"kv_cache_memory_mib": 8}}
+    )
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for _ in range(2):
+        out = io.StringIO()
+        resolve_model(config, Screen(Console(file=out, width=200)))
+        said.append(out.getvalue())
+        (tmp_path / "adapter_config.json").write_text("{}")
+    assert ["without the adapter of adapter_config.json" in each for each in said] == [False, True]
+
+
 def test_all_workers_get_the_draft_model_of_one_commit_and_room_for_it(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
