@@ -123,7 +123,8 @@ def _served_model(port: int) -> str | None:
 def _process(
     command: list[str], environment: Mapping[str, str], stdout: int = subprocess.PIPE
 ) -> Iterator["subprocess.Popen[str]"]:
-    """Runs a process. The process, and everything that it started, end with the block, or if this process is killed."""
+    """Runs a process. The process, and everything that it started, end with the block. If this process is killed, the
+    process gets SIGTERM, after which both kinds of servers end what they started."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -7,7 +7,6 @@ content), 2 usage; further ones are below.
 
 import argparse
 import os
-import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -218,27 +217,22 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _fleet(options: argparse.Namespace) -> int:
-    path, here, is_running = options.config, _here(), False
+    path, here, given = options.config, _here(), set[str]()
 
     def read() -> BatonConfig:
-        if is_running and _is_empty(path):
-            raise ConfigError(f"{path} is empty, as after a write to a full disk")
-        return with_absolute_paths(_configuration(options), here)
+        nonlocal given
+        config = with_absolute_paths(_configuration(options), here)
+        if lost := sorted(given - config.cluster.model_fields_set):
+            raise ConfigError(f"{path} no longer has cluster.{lost[0]}; it may be incomplete")
+        given = config.cluster.model_fields_set & {"prefill", "decode"}
+        return config
 
     watched = Watched(() if path is None else (path,), read, SystemClock())
-    config, is_running = watched.current(), True
+    config = watched.current()
     _prepare(config)
     from cli.commands import servers
 
     return servers.serve_fleet(config, as_json=options.json, reread=watched.current)
-
-
-def _is_empty(path: Path) -> bool:
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _gateway(options: argparse.Namespace) -> int:

@@ -33,11 +33,11 @@ class ClusterConfig(Section):
     decode workers may differ."""
     decode_enable_expert_parallel: bool | None = None
     """Whether each rank of a decode worker holds whole experts. If unset: `engine.enable_expert_parallel`."""
-    prefill_num_threads: int | None = Field(None, ge=1)
+    prefill_num_threads: int | None = Field(None, ge=1, le=4096)
     """Threads of each rank of a prefill worker on a CPU. If unset: `engine.num_threads`. The cores of a machine are
     divided among its workers in proportion to their threads. Each worker is pinned to its own cores, unless there are
     more threads than cores, or a container's CPU quota is below its number of CPUs."""
-    decode_num_threads: int | None = Field(None, ge=1)
+    decode_num_threads: int | None = Field(None, ge=1, le=4096)
     """Threads of each rank of a decode worker on a CPU. If unset: `engine.num_threads`."""
     prefill_max_num_batched_tokens: int | None = Field(None, ge=1)
     """Tokens that one step may compute on a worker that was started as a prefill worker. If unset:

@@ -53,7 +53,7 @@ class EngineConfig(Section):
     """A worker reports `hung` and ends if a step takes this long. The worker learns a shorter limit from its own steps:
     20 times the longest recent step, and more for a larger step, in proportion. This limit is at least 10 s on a CPU,
     and 60 s on a GPU, where a step may compile a kernel."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(None, ge=1, le=4096)
     """Threads with which each rank computes on a CPU. If unset, the machine's cores are divided equally among all ranks
     of the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)

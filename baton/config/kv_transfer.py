@@ -31,7 +31,7 @@ class KVTransferConfig(Section):
     checksum: Literal["auto", "on", "off"] = "auto"
     """Verify the xxh3 checksum of every block on arrival; `auto`: only of blocks from another host."""
 
-    @field_validator("checksum", mode="before")
+    @field_validator("checksum", mode="before", json_schema_input_type=Literal["auto", "on", "off"] | bool)
     @classmethod
     def _read_yaml(cls, checksum: object) -> object:
         """Takes true for `on` and false for `off`, since YAML 1.1 reads the bare words so."""

@@ -45,7 +45,11 @@ class SpeculationConfig(Section):
     """Append the tokens that a structured output's grammar forces, without a step for each of them. It needs a CPU. If
     unset: yes on a CPU, no on a GPU."""
 
-    @field_validator("method", mode="before")
+    @field_validator(
+        "method",
+        mode="before",
+        json_schema_input_type=Literal["off", "ngram", "draft_model"] | Literal[False],
+    )
     @classmethod
     def _read_yaml(cls, method: object) -> object:
         """Accepts false as `off`, since YAML 1.1 reads a bare `off` as false."""

@@ -8,7 +8,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Makes Linux send this process the signal `number` when its parent ends, even if the parent is killed.
+    """Makes Linux send this process the signal `number` when the parent's thread that started it ends, even by SIGKILL.
 
     On other systems this process continues.
     """

@@ -78,8 +78,8 @@ class Watched(Generic[Content]):
                 logger.error("%s: the previous content is used for %g s more: %s", names, LOST_GRACE_S, error)
             self._lost = error
         except ConfigError as error:
-            self._is_unread = isinstance(error, UnreadableFiles)
-            if is_changed:
+            was_unread, self._is_unread = self._is_unread, isinstance(error, UnreadableFiles)
+            if is_changed or (was_unread and not self._is_unread):
                 logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
         else:
             self._lost, self._is_unread = None, False

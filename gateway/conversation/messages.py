@@ -119,58 +119,44 @@ class Conversation:
 
 
 def results_in_order(conversation: Conversation) -> Conversation:
-    """The conversation, with adjacent results in the order of their calls. Clients may send them in any order, but most
-    templates write no ids: then only the order says to which call a result belongs."""
+    """The conversation, with results in the order of their calls. Clients may send them in any order, but most
+    templates write no ids: then only the order says to which call a result belongs.
+
+    Between turns with calls, messages that are no results keep their places.
+    """
     ordered: list[ChatMessage] = []
     number, numbers = count(), dict[str | None, int]()
-    for turn, *results in _runs(conversation.messages, lambda _, message: message.role == "tool"):
-        numbers |= {call.id: next(number) for call in turn.tool_calls}
+    for run in _runs(conversation.messages, lambda _, message: not message.tool_calls):
+        numbers |= {call.id: next(number) for call in run[0].tool_calls}
+        results = [message for message in run if message.role == "tool"]
         results.sort(key=lambda result: numbers.get(result.tool_call_id, -1))
-        ordered += [turn, *results]
+        next_result = iter(results)
+        ordered += [next(next_result) if message.role == "tool" else message for message in run]
     return replace(conversation, messages=tuple(ordered))
 
 
 def one_call_per_turn(messages: Messages) -> Messages:
-    """The messages, with a separate turn for each call. The call's result follows it, even if another turn with calls
-    came in between; the text of the original turn precedes it.
+    """The messages, with a separate turn for each call. The call's result follows it, even if other messages came in
+    between; the text of the original turn precedes it.
 
-    For templates that write only one call of a turn, or refuse a turn with several.
+    For templates that write only one call of a turn, refuse a turn with several, or want each result after its call.
     """
-    turns: list[ChatMessage] = []
-    at = 0
-    while at < len(messages):
-        begin = at
-        while at < len(messages) and messages[at].tool_calls:
-            at += 1
-        if at == begin:
-            turns.append(messages[at])
-            at += 1
+    groups: list[list[ChatMessage]] = []
+    group_of: dict[str | None, list[ChatMessage]] = {}
+    for message in messages:
+        if message.role == "tool" and message.tool_call_id in group_of:
+            group_of[message.tool_call_id].append(message)
             continue
-        end = at
-        while at < len(messages) and messages[at].role == "tool":
-            at += 1
-        turns += _calls_one_by_one(messages[begin:end], messages[end:at])
-    return tuple(turns)
-
-
-def _calls_one_by_one(callers: Messages, results: Messages) -> list[ChatMessage]:
-    """`callers`: adjacent turns with calls; `results`: the results after them."""
-    turns: list[ChatMessage] = []
-    last_caller = {call.id: number for number, turn in enumerate(callers) for call in turn.tool_calls}
-    results_of: dict[str | None, list[ChatMessage]] = {call_id: [] for call_id in last_caller}
-    others: list[ChatMessage] = []
-    for result in results:
-        results_of.get(result.tool_call_id, others).append(result)
-    for number, turn in enumerate(callers):
-        if turn.content:
-            turns.append(ChatMessage(turn.role, turn.content, name=turn.name))
-        reasoning = turn.reasoning
-        for call in turn.tool_calls:
-            turns.append(ChatMessage(turn.role, "", reasoning, (call,), name=turn.name))
-            if last_caller[call.id] == number:
-                turns += results_of[call.id]
+        if not message.tool_calls or message.content:
+            groups.append(
+                [replace(message, reasoning=None, tool_calls=()) if message.tool_calls else message]
+            )
+        reasoning = message.reasoning
+        for call in message.tool_calls:
+            group_of[call.id] = [replace(message, content="", reasoning=reasoning, tool_calls=(call,))]
+            groups.append(group_of[call.id])
             reasoning = None
-    return turns + others
+    return tuple(message for group in groups for message in group)
 
 
 def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
@@ -221,19 +207,21 @@ def with_system_first(conversation: Conversation) -> Conversation:
 
 
 def has_system_texts(conversation: Conversation, text: str) -> bool:
-    """Whether the text has the texts of all system messages, in order. True if no system message follows another
-    message: then `with_system_first` would change nothing."""
+    """Whether the text of a prompt has the texts of all system messages. True if no system message follows another
+    message: then `with_system_first` would change nothing.
+
+    Looks for the first, the second and the last system message, since templates leave out all but the first or the last
+    one. Each text must occur as often as in all messages together.
+    """
     messages = conversation.messages
     if all(message.role != "system" for message in messages[1:]):
         return True
-    at = 0  # each search begins behind the text before, so thousands of searches read a long text only once
-    for message in messages:
-        if message.role == "system":
-            content = message.content.strip()  # some templates leave out spaces at both ends
-            if (found := text.find(content, at)) < 0:
-                return False
-            at = found + len(content)
-    return True
+    systems = [message.content.strip() for message in messages if message.role == "system"]
+    return all(
+        text.count(system) >= sum(message.content.count(system) for message in messages)
+        for system in (*systems[:2], systems[-1])
+        if system
+    )
 
 
 def _system_first(messages: Messages) -> Messages:

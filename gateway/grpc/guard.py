@@ -281,12 +281,12 @@ async def _end(
 ) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if codes_of(error).is_internal and not isinstance(error, grpc.aio.BaseError):
+        extra = {"request_id": request_id}
+        logger.error("%s failed, request %s", name, request_id, exc_info=error, extra=extra)
     if _is_over(context, error):
         # gRPC would log any other error, with the method's name as the client sent it.
         raise asyncio.CancelledError from None
-    if codes_of(error).is_internal:
-        extra = {"request_id": request_id}
-        logger.error("%s failed, request %s", name, request_id, exc_info=error, extra=extra)
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await abort_call(context, error, request_id, offered)

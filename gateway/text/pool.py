@@ -76,7 +76,9 @@ class TokenizerPool:
         def encode() -> tuple[int, ...]:
             try:
                 return self.tokenizer.encode(text, add_special_tokens)
-            except Exception as error:  # the library raises bare Exceptions
+            except Exception as error:
+                if type(error) is not Exception:  # the library raises bare Exceptions
+                    raise
                 raise InvalidRequest(
                     field, f"the model's tokenizer cannot encode the text: {error}"
                 ) from error

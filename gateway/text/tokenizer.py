@@ -1,6 +1,7 @@
 """Tokenizer: the tokenizer and chat template of a model folder."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -128,8 +129,11 @@ class Tokenizer:
         text = self._accepted(self.answer_format, conversation, add_generation_prompt)
         if has_system_texts(conversation, text):
             return text
-        moved = self._accepted(self.answer_format, with_system_first(conversation), add_generation_prompt)
-        return moved if has_system_texts(conversation, moved) else text
+        with suppress(InvalidRequest):
+            moved = self._accepted(self.answer_format, with_system_first(conversation), add_generation_prompt)
+            if has_system_texts(conversation, moved):
+                return moved
+        return text
 
     def _accepted(
         self, answer_format: AnswerFormat, conversation: Conversation, add_generation_prompt: bool

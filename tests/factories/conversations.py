@@ -152,14 +152,15 @@ HARMONY = (
     "{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}"
     "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
     "{{ f.arguments | tojson }}<|call|>"
-    "{% elif m.role == 'tool' %}<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
-    "{{ m.content | tojson }}<|end|>{% elif m.role == 'assistant' %}"
+    "{% elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('a result without a call') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>{% elif m.role == 'assistant' %}{% set last.name = none %}"
     "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% else %}"
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 """A template like gpt-oss's. It writes one call of a turn, and the description of each tool. Results belong
-to the last call."""
+to the last call, unless the assistant wrote a text since then."""
 
 THINKING = TEMPLATES["hermes"].replace(
     GENERATION,

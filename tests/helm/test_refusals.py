@@ -241,7 +241,11 @@ CONTRADICTIONS: dict[str, tuple[Object, list[str]]] = {
     ),
     "a volume over the image's programs": (
         {"model": {"existingClaim": "mine", "mountPath": "/usr", "path": "/usr/mine"}},
-        ["model.mountPath (/usr): the volume would hide /usr/bin, which the image needs"],
+        ["model.mountPath (/usr): the volume would hide files of the image in /usr/bin"],
+    ),
+    "a volume within the image's programs": (
+        {"model": {"existingClaim": "mine", "mountPath": "/opt/baton/bin", "path": "/opt/baton/bin/mine"}},
+        ["model.mountPath (/opt/baton/bin): the volume would hide files of the image in /opt/baton"],
     ),
     "a volume in one that is read-only": (
         {"model": {"existingClaim": "mine", "mountPath": "/etc/baton/m", "path": "/etc/baton/m/mine"}},

@@ -135,9 +135,9 @@
 {{- fail (printf "model.mountPath (%s): pods have another volume at %s; choose another folder, such as /models" $v.model.mountPath $other) -}}
 {{- end -}}
 {{- end -}}
-{{- range $folder := list "/bin" "/dev" "/lib" "/lib64" "/opt/baton" "/proc" "/sbin" "/sys" "/usr/bin" "/usr/lib" "/usr/local/bin" "/usr/local/lib" -}}
-{{- if or (eq $mount $folder) (hasPrefix (printf "%s/" $mount) $folder) -}}
-{{- fail (printf "model.mountPath (%s): the volume would hide %s, which the image needs; choose another folder, such as /models" $v.model.mountPath $folder) -}}
+{{- range $folder := list "/bin" "/dev" "/lib" "/lib64" "/opt/baton" "/proc" "/sbin" "/sys" "/usr/bin" "/usr/lib" "/usr/local/bin" "/usr/local/lib" "/usr/sbin" -}}
+{{- if or (eq $mount $folder) (hasPrefix (printf "%s/" $mount) $folder) (hasPrefix (printf "%s/" $folder) $mount) -}}
+{{- fail (printf "model.mountPath (%s): the volume would hide files of the image in %s; choose another folder, such as /models" $v.model.mountPath $folder) -}}
 {{- end -}}
 {{- end -}}
 {{- with .persistentVolumeClaim -}}

@@ -147,6 +147,7 @@ def test_a_key_without_effect_is_named(values: dict[str, dict[str, object]], com
     [
         ("gateway", "max_message_mib", 2048, "got 2048; .*less than or equal to 2047"),
         ("gateway", "grpc_max_streams", 2**31, "got 2147483648; .*less than or equal to 2147483647"),
+        ("engine", "num_threads", 4097, "got 4097; .*less than or equal to 4096"),
         ("scheduler", "max_num_seqs", 2**63, "got 9223372036854775808; a number must fit into 64 bits"),
         ("cluster", "crash_loop_deaths", 2**63, "got 9223372036854775808; a number must fit into 64 bits"),
     ],
@@ -157,3 +158,8 @@ def test_a_number_that_no_process_can_use_is_refused(
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: {complaint}"):
         BatonConfig.from_mapping({section: {key: number}})
     BatonConfig.from_mapping({section: {key: number - 1}})
+
+
+def test_a_number_that_python_does_not_write_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.drain_timeout_s: got a huge number; "):
+        BatonConfig.from_mapping({"cluster": {"drain_timeout_s": 16**5000}})

@@ -134,17 +134,18 @@ def test_a_fleet_reads_its_file_again_after_its_folder_is_gone(
     assert main(["fleet", str(file)]) == DONE
 
 
-def test_a_fleet_keeps_its_numbers_of_workers_if_its_file_becomes_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", ["", "\n", "# nothing\n", "cluster: {ray_address: none}\n"])
+def test_a_fleet_keeps_its_numbers_of_workers_if_its_file_loses_them(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defaults in place of the file's content would drain most of its workers."""
+    """As while the file is written, or after the disk was full. The defaults would drain most of the workers."""
     file, clock = tmp_path / "baton.yaml", VirtualClock()
     file.write_text("cluster: {ray_address: none, decode: 3}\n")
     monkeypatch.setattr("cli.main.SystemClock", lambda: clock)
 
     def serve_fleet(config: BatonConfig, as_json: bool, reread: Callable[[], BatonConfig]) -> int:
-        for text, num_workers in (("", 3), ("cluster: {ray_address: none, decode: 2}\n", 2)):
-            file.write_text(text)
+        for content, num_workers in ((text, 3), ("cluster: {ray_address: none, decode: 2}\n", 2)):
+            file.write_text(content)
             clock.advance(60.0)
             assert reread().cluster.decode == num_workers
         return DONE

@@ -176,6 +176,44 @@ def test_the_results_of_a_turn_come_in_the_order_of_its_calls(tmp_path: Path, fa
         assert sorted(texts, key=prompt.index) == list(texts)
 
 
+REFUSES_LATE_SYSTEMS = (
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('systems come first') }}{% endif %}"
+)
+LEAVES_OUT_LATE_SYSTEMS = "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}"
+
+
+@pytest.mark.parametrize("rule", [REFUSES_LATE_SYSTEMS, LEAVES_OUT_LATE_SYSTEMS])
+def test_results_on_both_sides_of_a_system_message_are_in_order_where_it_moves(
+    rule: str, tmp_path: Path
+) -> None:
+    loop = "{% for m in messages %}"
+    template = TEMPLATES["hermes"].replace(loop, loop + rule)
+    turn = called(("search", '{"query": "0"}'), ("search", '{"query": "1"}'))
+    first, second = (
+        ChatMessage("tool", f"result of {call.id}", tool_call_id=call.id, name="search")
+        for call in turn.tool_calls
+    )
+    system = ChatMessage("system", "In Dutch.")
+
+    messages = (*ASKED.messages, turn, second, system, first)
+    prompt = tokenizer_of(tmp_path, template).render_chat(replace(ASKED, messages=messages))
+
+    texts = ("In Dutch.", "result of call_0", "result of call_1")
+    assert sorted(texts, key=prompt.index) == list(texts)
+
+
+def test_gpt_oss_gets_a_result_after_its_call_though_a_text_came_in_between(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, HARMONY)
+    turn = called(("search", '{"query": "0"}'))
+    result = ChatMessage("tool", "It is warm.", tool_call_id=turn.tool_calls[0].id, name="search")
+
+    messages = (*ASKED.messages, turn, ChatMessage("assistant", "Please wait."), result)
+    prompt = tokenizer.render_chat(replace(ASKED, messages=messages))
+
+    texts = ("<|call|>", "It is warm.", "Please wait.")
+    assert sorted(texts, key=prompt.index) == list(texts)
+
+
 def test_a_model_that_wrote_several_calls_in_one_turn_may_continue_though_its_template_wants_one(
     tmp_path: Path,
 ) -> None:
@@ -206,6 +244,24 @@ def test_a_template_that_knows_no_tools_gets_the_reasoning_of_earlier_turns_if_i
     prompt = tokenizer.render_chat(replace(ASKED, messages=(*ASKED.messages, turn)))
 
     assert "<|im_start|>assistant\n(I should look.)<tool_call>" in prompt
+
+
+def test_a_left_out_system_message_is_noticed_though_a_user_has_its_words(tmp_path: Path) -> None:
+    loop = "{% for m in messages %}"
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES["generic"].replace(loop, loop + LEAVES_OUT_LATE_SYSTEMS))
+    messages = (*ASKED.messages, ChatMessage("system", "In Dutch."), ChatMessage("user", "In Dutch. Please."))
+    prompt = tokenizer.render_chat(Conversation(messages))
+    assert prompt.count("In Dutch.") == 2
+
+
+def test_a_system_message_stays_left_out_if_the_template_refuses_it_at_the_beginning(tmp_path: Path) -> None:
+    loop = "{% for m in messages %}"
+    refuses = "{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    template = TEMPLATES["generic"].replace(loop, loop + LEAVES_OUT_LATE_SYSTEMS + refuses)
+    users = (ChatMessage("user", "Hi"), ChatMessage("system", "In Dutch."), ChatMessage("user", "Go"))
+    prompt = tokenizer_of(tmp_path, template).render_chat(Conversation(users))
+    assert "Hi" in prompt
+    assert "In Dutch." not in prompt
 
 
 SYSTEMS = (ChatMessage("system", "Be brief.\n"), *ASKED.messages, ChatMessage("system", "In Dutch."))
