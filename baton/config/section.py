@@ -107,9 +107,7 @@ def describe(error: ValidationError, source: str, *, is_confidential: bool = Fal
         else:
             value = problem["input"]
             is_number = isinstance(value, int | float)
-            is_huge = (
-                isinstance(value, int) and value.bit_length() > 1024
-            )  # Python does not write all of them
+            is_huge = isinstance(value, int) and value.bit_length() > 1024  # Python may refuse to write it
             shown = "a huge number" if is_huge else repr(value)
             got = shown if is_number or not hides else f"a value of type {type(value).__name__}"
             lines.append(f"{where}: got {got}; {problem['msg']}")

@@ -95,9 +95,7 @@ class RayCarrier:
             if CONTROLLER_NAME not in ray.util.list_named_actors():
                 return True
             named = _named_actor()
-        except (
-            AuthenticationError
-        ):  # Ray's head has restarted: this is how Ray reports that it is another cluster now
+        except AuthenticationError:  # Ray says so after its head has restarted: it is another cluster now
             return True
         except RayError:  # the head is unreachable, perhaps only for a while
             return False

@@ -91,9 +91,7 @@ class RayFleet:
         finally:
             try:
                 owned.end()
-            except (
-                RayError
-            ) as error:  # Ray's head ended or restarted, which ends the fleet: why this command ends
+            except RayError as error:  # Ray's head ended or restarted, and the fleet with it
                 logger.debug("Ray did not end the rest of the fleet: %s", error)
 
     def _forced_end_s(self, owned: OwnedController) -> float:

@@ -157,9 +157,7 @@ def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
         keys = yaml.load(content, _Loader)
     except _RepeatedKeyError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except (
-        Exception
-    ):  # besides YAMLError, whatever PyYAML raises for an impossible value; some quote the file
+    except Exception:  # YAMLError, or what PyYAML raises for an impossible value; some quote the file
         raise ConfigError(f"{source}: is neither YAML nor JSON") from None
     try:
         return KeyStore(
