@@ -223,7 +223,9 @@ def _fleet(options: argparse.Namespace) -> int:
         nonlocal given
         config = with_absolute_paths(_configuration(options), here)
         if lost := sorted(given - config.cluster.model_fields_set):
-            raise ConfigError(f"{path} no longer has cluster.{lost[0]}; it may be incomplete")
+            raise ConfigError(
+                f"{path} no longer has cluster.{lost[0]}; write this key again, perhaps with its default"
+            )
         given = config.cluster.model_fields_set & {"prefill", "decode"}
         return config
 

@@ -293,10 +293,6 @@ class RequestState:
             return None
         return self._last[0].stop_token_id
 
-    def _named_stop_token(self, token_id: int | None) -> int | None:
-        """`token_id` if the client named it in `stop_token_ids`."""
-        return token_id if token_id in self.request.sampling_params.stop_token_ids else None
-
     def _count_drafts(self, num_before: int) -> None:
         """Counts the drafts of the outputs with new tokens; `num_before` tokens were delivered before.
 
@@ -312,9 +308,11 @@ class RequestState:
 
     def _make_finish(self, reason: FinishReason, stop_token_id: int | None, now: float) -> Finish:
         assert self.placement is not None
+        matched_stop = self.request.text.matched_stop
+        is_named = stop_token_id in self.request.sampling_params.stop_token_ids
         return Finish(
             reason=reason,
-            matched_stop=self.request.text.matched_stop,
+            matched_stop=matched_stop,
             stop_token_id=stop_token_id,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_completion_tokens=len(self._delivered),
@@ -324,7 +322,5 @@ class RequestState:
             num_attempts=self.num_attempts,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_draft_tokens=self._num_accepted_draft_tokens,
-            stop_reason=self._named_stop_token(stop_token_id)
-            if self.request.text.matched_stop is None
-            else self.request.text.matched_stop,
+            stop_reason=stop_token_id if is_named else matched_stop,
         )

@@ -19,9 +19,10 @@ import pytest
 from baton.clock import VirtualClock
 from baton.config import Tls
 from baton.errors import ConfigError
+from baton.system.watched import Watched
 from cli.main import REFUSED, main
 from gateway import GatewayClient, GatewayError
-from gateway.auth.certificates import watched_certificates
+from gateway.auth.certificates import Certificates, watched_certificates
 from gateway.auth.credentials import Credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import CertificateFiles, make_certificate
@@ -316,13 +317,18 @@ def test_files_that_cannot_be_used_are_named(
             watched_certificates(Tls(**{**good, **changed}), VirtualClock())
 
 
+def watched_copies(files: CertificateFiles, folder: Path) -> tuple[Watched[Certificates], VirtualClock]:
+    """Copies of the files in `folder`, which the test may renew."""
+    for file in files.folder.iterdir():
+        shutil.copy(file, folder)
+    clock = VirtualClock()
+    return watched_certificates(Tls(**CertificateFiles(folder).tls()), clock), clock
+
+
 def test_half_a_renewal_changes_nothing(
     files: CertificateFiles, others: CertificateFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copies, clock = CertificateFiles(tmp_path), VirtualClock()
-    for file in files.folder.iterdir():
-        shutil.copy(file, tmp_path)
-    certificates = watched_certificates(Tls(**copies.tls()), clock)
+    certificates, clock = watched_copies(files, tmp_path)
     before = certificates.current()
     shutil.copy(others.folder / "gateway.pem", tmp_path)
     clock.advance(1.0)
@@ -344,10 +350,7 @@ def test_a_renewal_that_could_not_be_read_is_read_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The process may have had too many open files."""
-    copies, clock = CertificateFiles(tmp_path), VirtualClock()
-    for file in files.folder.iterdir():
-        shutil.copy(file, tmp_path)
-    certificates = watched_certificates(Tls(**copies.tls()), clock)
+    certificates, clock = watched_copies(files, tmp_path)
     before = certificates.current()
     for name in ("gateway.pem", "gateway.key"):
         shutil.copy(others.folder / name, tmp_path)

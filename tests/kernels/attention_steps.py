@@ -2,6 +2,7 @@
 # ruff: noqa: N815 - fields that are arrays carry their shape, like local names do
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,7 +41,7 @@ class Case:
     has_sinks: bool = False
 
 
-class _Step:
+class _Step(ABC):
     """Requests with random contexts in scattered blocks, their plan and its buffers; outputs are NaN until written.
 
     All is drawn on the device, from a seed of the generator: on the host, large pools take seconds.
@@ -66,9 +67,9 @@ class _Step:
             self.sinks_Q[:2] = torch.tensor([300.0, -300.0])
         self._plan(device)
 
+    @abstractmethod
     def _draw(self, drawing: torch.Generator, num_tokens: int, num_blocks: int) -> None:
         """Draws the queries and the pool."""
-        raise NotImplementedError
 
     def _plan(self, device: torch.device) -> None:
         case, shape = self.case, self.case.shape
@@ -96,8 +97,9 @@ class _Step:
         result = (*self.q_TQD.shape[:2], shape.value_dim)
         self.out_TQD = torch.full(result, math.nan, dtype=case.dtype, device=device)
 
+    @abstractmethod
     def attend(self) -> None:
-        raise NotImplementedError
+        """Attends, and writes partial results of what is split."""
 
     def merge(self) -> None:
         """Merges what is split."""
