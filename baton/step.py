@@ -39,9 +39,10 @@ class CachedRequestData:
     new_block_ids: tuple[tuple[int, ...], ...] = ()
     num_computed_tokens: tuple[int, ...] = ()
     resumed_num_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Requests resumed after preemption, with their numbers of valid tokens. A token in flight may have been discarded.
+    """The requests that resume after a preemption. For each one: how many of its tokens are still valid, since a token
+    in flight may have been discarded.
 
-    Their `new_block_ids` replace the old table instead of extending it.
+    The requests' `new_block_ids` replace the old table instead of extending it.
     """
 
     @property

@@ -2,7 +2,7 @@
 
 A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled on other
 workers. Only requests with `kv_transfer` take part, except in `release`, which frees the blocks of any ended request.
-The connector moves the bytes. The scheduler knows of it only the six calls of KVConnector, which
+The connector moves the bytes. The scheduler knows only the connector's six calls (KVConnector), which
 `worker.kv_connector_scheduler` implements.
 """
 

@@ -58,7 +58,8 @@ class EngineConfig(Section):
     of the fleet's workers there. `cluster.prefill_num_threads` and `cluster.decode_num_threads` override it."""
     kv_cache_memory_mib: int | None = Field(None, ge=1)
     """Size of each rank's KV pool; `scheduler.num_blocks` overrides it. If unset: on a CPU 1024, or 2048 if KV is
-    float32; on a GPU, `gpu_memory_utilization` less what the largest step needs."""
+    float32; on a GPU, the part of `gpu_memory_utilization` that other processes, the weights, the largest step and the
+    CUDA graphs leave free."""
     gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that may be in use once the worker runs, including memory that was in use before.
     Workers that share a GPU need `kv_cache_memory_mib`."""

@@ -179,7 +179,7 @@ class BatonConfig(Section):
             )
 
     def num_workers(self, role: WorkerRole) -> int:
-        """How many workers of this role a fleet begins with. Without autoscaling, it keeps this number."""
+        """How many workers of this role a fleet begins with. Autoscaling and operators' commands change the number."""
         return self.cluster.prefill if role is WorkerRole.PREFILL else self.cluster.decode
 
     def num_ranks(self, role: WorkerRole) -> int:

@@ -77,7 +77,7 @@ class InProcessControl:
         return self._num_ends > 0
 
     async def end(self, *, may_drain: bool) -> None:
-        """Ends the fleet. Calls that come later raise FleetEnded."""
+        """Ends the fleet. Later calls raise FleetEnded."""
         self._num_ends += 1
         try:
             await self.controller.shutdown(may_drain=may_drain)

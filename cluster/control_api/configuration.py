@@ -57,7 +57,7 @@ def for_actors(config: BatonConfig) -> BatonConfig:
 
 def unpack_configuration(packed: FleetConfiguration) -> tuple[BatonConfig, Path]:
     """The configuration, and the model's folder. Raises ClusterError if this version of Baton does not know all keys of
-    the configuration, or refuses a value. Then the fleet runs another version, which has accepted the configuration."""
+    the configuration, or refuses a value. The fleet's version has accepted them, so it is another version."""
     try:
         config = BatonConfig.from_mapping(json.loads(packed.sections), "the fleet's configuration")
     except (ConfigError, ValueError) as error:

@@ -21,9 +21,10 @@ class Right(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The identity behind a call. Callers share a gateway fairly by name; the authenticator proves the name."""
+    """The identity behind a call. The authenticator finds it by the call's key."""
 
     name: str
+    """All calls of one name belong to one caller, for the fair shares of a gateway."""
     rights: frozenset[Right] = frozenset({Right.GENERATE})
     is_stranger: bool = False
     """The caller sent no key to a gateway that has keys. At the limit of connections, the gateway usually closes the

@@ -1,8 +1,8 @@
 """Harmony's tokens, and HarmonyParser, which turns a turn's messages into events while they arrive.
 
 harmony.py shows the format. Content without a head, or on an unknown channel, is text. The format's tokens are always
-dropped; ordinary text with the same characters stays. If the answer ends within a head, or within a token after a
-message, that unfinished part is dropped, too. A line end separates two messages of the same kind.
+dropped; ordinary text with the same characters stays. An answer may be cut off in a head, or in a token that follows a
+message. This unfinished part is dropped, too. A line end separates two messages of the same kind.
 """
 
 from collections.abc import Callable, Sequence
