@@ -27,7 +27,7 @@ STATUS_INTERVAL_S = 1.0
 
 def run(target: Target, options: argparse.Namespace) -> int:
     """Runs the command of this name; returns its exit code."""
-    return _COMMANDS[options.command](target, options)
+    return _OPERATORS_COMMANDS[options.command](target, options)
 
 
 def drain(target: Target, options: argparse.Namespace) -> int:
@@ -190,7 +190,7 @@ def load_text(worker: dict[str, Any]) -> str:
     return f"{state}, {sum(requests.values())} requests{''.join(kinds)}"
 
 
-_COMMANDS: dict[str, Callable[[Target, argparse.Namespace], int]] = {
+_OPERATORS_COMMANDS: dict[str, Callable[[Target, argparse.Namespace], int]] = {
     "drain": drain,
     "role": set_role,
     "rollout": rollout,

@@ -148,11 +148,10 @@ class Dispatcher:
 
     def _on_submitted(self, request: GatewayRequest) -> None:
         self.tally.received()
-        arrived_at = self._now - request.preprocess_s
         retry = RetryState(
             request, self.router, self._policy, self._now, require_disaggregated=self._require_disaggregated
         )
-        state = RequestState(request, retry, self.latencies, arrived_at)
+        state = RequestState(request, retry, self.latencies, arrived_at=self._now - request.preprocess_s)
         if error := self._open.add(state, self._now) or self.suspects.refusal(state.identity, self._now):
             self._refuse(state, error)
         else:
@@ -262,7 +261,8 @@ class Dispatcher:
     def _begin_attempt(self, state: RequestState, placement: Placement) -> None:
         # The id begins with the client's id: a search for the client's id then finds the workers' log lines.
         engine_request_id = f"{state.request.request_id}.{self._draw_id(8)}"
-        attempt = state.begin(placement, engine_request_id, self._now)
+        attempt = state.retry.begin(placement, engine_request_id, state.num_output_tokens, self._now)
+        state.begin(attempt)
         self._placed[engine_request_id] = state
         self._shares.begun(state, placement)
         is_suspect = self.suspects.placed(state.identity, self._now)

@@ -140,22 +140,20 @@ class RequestState:
         placement = self.finish.placement
         return "fallback" if placement.is_fallback else placement.mode.value
 
-    def begin(self, placement: Placement, engine_request_id: str, now: float) -> Attempt:
+    def begin(self, attempt: Attempt) -> None:
         """Begins an attempt. Drops tokens that arrived before their predecessors: the new attempt may compute
         other tokens."""
         assert self.phase is RequestPhase.WAITING, f"it is {self.phase.value}"
-        attempt = self.retry.begin(placement, engine_request_id, self.num_output_tokens, now)
         self.phase = RequestPhase.PLACED
         self.attempts.append(attempt)
-        self.placement = placement
-        self.times.begin_attempt(attempt.number, placement, now)
+        self.placement = attempt.placement
+        self.times.begin_attempt(attempt.number, attempt.placement, attempt.began_at)
         self._early.clear()
         self._draft_outputs.clear()
         self._last = None
         self._prompt_logprobs = None
         if not self._delivered:
             self._num_cached_tokens = 0
-        return attempt
 
     def end_attempt(self, now: float, failure: AttemptFailure | None = None) -> None:
         assert self.phase is RequestPhase.PLACED, f"it is {self.phase.value}"

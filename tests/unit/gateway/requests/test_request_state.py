@@ -44,7 +44,7 @@ def make_state(window: LatencyWindow | None = None, **sampling: object) -> Reque
 def begin(state: RequestState, placement: Placement, now: float) -> None:
     if state.attempts:
         state.end_attempt(now, AttemptFailure("d0", Cause.LOST, "it was lost"))
-    state.begin(placement, "r.0", now)
+    state.begin(state.retry.begin(placement, "r.0", state.num_output_tokens, now))
 
 
 def output(position: int, *token_ids: int, **options: object) -> RequestOutput:
