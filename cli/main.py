@@ -20,6 +20,7 @@ from baton.system.home import ensure_home, expanded
 from baton.system.hosts import is_address
 from baton.system.logs import PACKAGES
 from baton.system.watched import Watched
+from baton.version import baton_version
 from cli.command_flags import (
     add_command,
     add_generate_flags,
@@ -132,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton", description="Serves language models with separate prefill and decode workers."
     )
+    parser.add_argument("--version", action="version", version=f"baton {baton_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     once_ready = "print one JSON object to stdout once ready"

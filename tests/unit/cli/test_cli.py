@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -56,6 +57,12 @@ def test_the_help_of_each_command_says_what_the_command_does(capsys: pytest.Capt
     assert "drain remove a worker for good; its requests continue on other workers" in help_of()
     assert "Remove a worker for good; its requests continue on other workers." in help_of("drain")
     assert "List the models that are cached on this machine" in help_of("models")
+
+
+def test_the_version_is_the_installed_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"baton {version('baton')}\n"
 
 
 def test_a_bad_configuration_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
