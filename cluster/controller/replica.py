@@ -47,6 +47,7 @@ class Restarts:
         if served_s >= config.stable_after_s:
             self._num_short_incarnations, self._is_looping = 0, False
             self._deaths.clear()
+            return ReplicaState.BACKING_OFF, 0.0
         self._num_short_incarnations += 1
         self._deaths.append(now)
         is_full = len(self._deaths) == config.crash_loop_deaths
