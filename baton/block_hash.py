@@ -1,6 +1,6 @@
 """Content hashes of full blocks, chained so that equal hashes mean equal prefixes; knows no pool and no request.
 
-    hash_i = blake2b(hash_{i-1} + tokens_i [+ salt, in block 0], key)
+    hash_i = blake2b(hash_{i-1} + tokens_i, key)      in block 0, a digest of the salt takes the place of hash_{i-1}
 
 The hash is cryptographic and keyed because after a hit, one request uses the KV cache of another. With a
 cheap or predictable hash (Python's own included), a client could build a prompt that collides with another

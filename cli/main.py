@@ -113,8 +113,8 @@ def _foreign_package(module: str) -> str | None:
 
 
 def _invalid_utf_8(arguments: Sequence[str]) -> str | None:
-    """The first argument that is not valid UTF-8, in which Python writes lone surrogates for the invalid bytes; None if
-    all are valid."""
+    """The first argument that is not valid UTF-8; None if all are valid. Python replaces the invalid bytes of an
+    argument by lone surrogates, which UTF-8 cannot encode."""
     for argument in arguments:
         try:
             argument.encode()

@@ -6,8 +6,8 @@
             |      ^                                          STOPPED        EOS or a stop token
             |      | received, postponed, or failed           LENGTH_CAPPED  max_tokens, max_model_len
   blocks    |      | and to be recomputed                     HANDED_OVER    one token sampled; D goes on
-  reserved  v      |                                          ABORTED, ERROR, GIVEN_BACK (from every state
-          WAITING_FOR_REMOTE_KVS                                              above too)
+  reserved  v      |                                          ABORTED, ERROR, GIVEN_BACK (from every state,
+          WAITING_FOR_REMOTE_KVS                                              not only from RUNNING)
 
 (add) --> WAITING_FOR_FSM -- grammar compiled --> WAITING        PREEMPTED -- its step failed --> WAITING
 """

@@ -38,8 +38,8 @@ class Running:
         """Continues all requests in order. A request that cannot proceed does not stop those behind it.
 
         If blocks run out, requests are preempted until there are enough, or until the request itself is
-        preempted. In that case, no request behind it continues, since all of these rank lower. Requests that
-        began in this step are neither continued nor preempted.
+        preempted. In that case, no request behind it continues in this step, as in vLLM V1. Requests that began
+        in this step are neither continued nor preempted.
         """
         victims: Iterator[Request] | None = None
         requests, scheduled, running = self._not_in(step), step.num_scheduled_tokens, RequestStatus.RUNNING

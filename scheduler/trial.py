@@ -16,8 +16,8 @@ NumComputedTokens = Mapping[str, int]
 
 
 class Trial:
-    """The search. `group`: the requests whose turn it is. A step that was planned before their turn is ignored: no
-    request passes by it."""
+    """The search. `group`: the requests whose turn it is. A step that was planned before their turn is ignored: it lets
+    no request pass."""
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()
@@ -28,7 +28,7 @@ class Trial:
         self._has_passed_in_group = False
         """Whether a request of the present group has passed."""
         self.has_passed = False
-        """Whether a request of this trial has passed. If so, the device works, and requests cause further failures."""
+        """Whether a request of this trial has passed. If so, the device works: requests cause all further failures."""
 
     @property
     def group(self) -> Set[str] | None:

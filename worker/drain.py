@@ -82,7 +82,7 @@ class DrainState:
         return self.stage is not DrainStage.OVER and self._next_kind is other._next_kind
 
     def attach(self, other: "DrainState") -> None:
-        """Gives `other` the outcome of this drain. Of each of their two deadlines, the earlier applies to both."""
+        """Gives `other` the outcome of this drain, which now keeps the earlier deadlines of the two drains."""
         self.give_back_at = min(self.give_back_at, other.give_back_at)
         self.give_up_at = min(self.give_up_at, other.give_up_at)
         self._attached.append(other)

@@ -135,7 +135,7 @@ def _requests(worker: str, status: WorkerStatus) -> Iterator[Metric]:
         ),
         (
             "worker_decode_step_seconds",
-            "Time of a recent step that only decoded; 0: unknown",
+            "Time of a recent decode step; 0: unknown",
             load.decode_step_s,
         ),
     ):

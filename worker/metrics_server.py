@@ -107,7 +107,8 @@ class _Reader(BaseHTTPRequestHandler):
         super().__init__(connection, address, None)  # type: ignore[arg-type] # there is no server to ask
 
     def setup(self) -> None:
-        """`timeout` limits the whole answer, but only each read of the request. So `_head_from` reads the request."""
+        """`timeout` limits the time of the whole answer, but of a request only the time of each read. So `_head_from`
+        reads the request, and limits the time of all reads together."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BytesIO(_head_from(self.connection))

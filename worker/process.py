@@ -43,7 +43,7 @@ from worker.ready_line import endpoint_to_json, failure_to_json
 logger = logging.getLogger(__name__)
 
 NUM_FILES = 4096
-"""The number of open files that a worker requests if the system refuses to grant its own hard limit."""
+"""The limit of open files that a worker requests if the system does not let it use its whole hard limit."""
 
 
 def build_worker(

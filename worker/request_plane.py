@@ -86,8 +86,9 @@ class _KVUpdate:
 class RequestServer:
     """Listens for gateways. A gateway's session begins with its Hello.
 
-    The session ends when the gateway is silent for `peer_timeout_s`, is unreachable, has missed a message, or has
-    connected anew. Then the session's requests end, and the gateway's next Hello opens a new session.
+    The session ends when the gateway is silent for `peer_timeout_s`, is unreachable, does not read, or has connected
+    anew. It also ends when a command of the gateway was lost. Then the session's requests end, and the gateway's next
+    Hello opens a new session.
     """
 
     def __init__(

@@ -93,8 +93,9 @@ class StageTimer:
 
 
 def _since_arrival(record: TransferRecord, marks: _Marks, now: float) -> TransferRecord:
-    """The record, counted from the request's arrival. The hand-over may have ended a whole step before the engine
-    takes its record. So its begin is laid on the moment when the engine began it."""
+    """The record, with times that count from the request's arrival. The hand-over may have ended a whole step before
+    the engine takes its record, so the record does not end `now`. Instead, it begins at the time when the engine began
+    the hand-over."""
     latest_s = max(0.0, now - marks.arrived - record.ended_s)
     began_s = latest_s if marks.transfer_began is None else marks.transfer_began - marks.arrived
     return record.shifted(min(began_s, latest_s))

@@ -52,7 +52,7 @@ class Share(NamedTuple):
     num_computed_tokens: int
     """Tokens computed before this step."""
     num_sampled: int = 0
-    """Tokens sampled by the step, including those of requests that had ended meanwhile."""
+    """Tokens that the step sampled for the request, even if the request had ended meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

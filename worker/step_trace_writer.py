@@ -1,4 +1,4 @@
-"""StepTraceWriter: writes a worker's steps to a file as they become known; never ends or delays the engine.
+"""StepTraceWriter: writes a worker's steps to a file as they become known; a failed write never ends the engine.
 
 It is called twice for each step: when the step is planned, and when its result is processed. With
 asynchronous scheduling, the next step is planned in between. So records are completed by step number, and

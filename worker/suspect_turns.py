@@ -5,9 +5,9 @@ worker would not show which of them caused it. A gateway runs its own suspects o
 other gateways. So a worker refuses suspects during the turn of another suspect. A turn ends when its suspect ends or
 its answer grows, or after SUSPECT_TURN_S; then the suspect may still run.
 
-The worker names the suspects that run in its heartbeats, and sends heartbeats when a turn begins. The suspect is held
-until its gateway says that it has read such a heartbeat. If the worker ends then, the gateway knows whether the suspect
-ran alone.
+In its heartbeats, the worker names the suspects whose turns have begun, and it sends heartbeats when a turn begins. The
+suspect is held until its gateway says that it has read such a heartbeat. If the worker ends then, the gateway knows
+whether the suspect ran alone.
 """
 
 from collections.abc import Iterable

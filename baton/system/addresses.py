@@ -98,8 +98,8 @@ def connect(dialler: "zmq.Socket[Any]", address: str) -> None:
 async def needs_ipv6(host: str) -> bool | None:
     """Whether a socket needs ZeroMQ's option IPV6 to connect to this name or address; None if it is not found.
 
-    Without the option, ZeroMQ finds only IPv4 addresses. With the option, ZeroMQ finds IPv4 addresses only of names
-    without IPv6 addresses.
+    Without the option, ZeroMQ finds only IPv4 addresses. With the option, it prefers IPv6: if a name has addresses of
+    both kinds, ZeroMQ finds only the IPv6 addresses.
     """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)

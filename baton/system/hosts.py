@@ -17,7 +17,7 @@ def is_host(host: str) -> bool:
 
 
 def _has_labels(name: str) -> bool:
-    """Whether the parts between the dots have valid lengths. Python looks up no other name: it raises UnicodeError."""
+    """Whether the parts between the dots have valid lengths. If not, a look-up of the name raises UnicodeError."""
     try:
         name.encode("idna")
     except UnicodeError:
@@ -26,7 +26,7 @@ def _has_labels(name: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect; false for names other than `localhost`, which may resolve to anything."""
+    """Whether only this machine can connect. A name may mean any address: false for all names but `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

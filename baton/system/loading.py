@@ -38,7 +38,8 @@ class Loading(Generic[T]):
         """Interrupts `make` before its next line of Python, and returns once the thread has ended.
 
         Otherwise, an import of thousands of modules would delay the end of the process, since Python waits for
-        threads. A daemon thread inside an extension module may abort the process while the interpreter shuts down.
+        threads. Python does not wait for daemon threads, but a daemon thread inside an extension module may abort the
+        process while the interpreter shuts down.
         """
         self._is_cut_off = True  # for a thread that was started but has not reached its first line
         while self._thread.is_alive():

@@ -17,7 +17,7 @@ from baton.system.progress import Progress, ProgressObserver
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 70
-"""The exit code of a hung process. A worker that ends as requested exits with 0 or 1."""
+"""The exit code of a hung process. Other workers exit with 0 or 1 (worker/process.py), unless a signal ends them."""
 
 _LOOK_EVERY_S = 0.5
 _PACE_S = 2.0

@@ -1,4 +1,4 @@
-"""WakeUp: lets any thread end another thread's poll, with no polling and no locks."""
+"""WakeUp: lets any thread wake another thread that waits in a poller; needs no lock."""
 
 import signal
 import socket

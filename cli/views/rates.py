@@ -76,8 +76,8 @@ def acceptance_rate(previous: dict[str, Any] | None, worker: dict[str, Any]) -> 
 
 
 def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[str, Any]) -> float | None:
-    """One counter divided by another. Both count from `previous` on; if `previous` has no counts of the worker, from
-    the worker's start on."""
+    """One counter divided by another. Both count from `previous` on. But they count from the worker's start on if
+    `previous` has no counts of the worker, or if `whole` has not grown since."""
     now = worker["counters"]
     former = {}
     for known in previous["workers"] if previous else ():

@@ -265,7 +265,7 @@ class Controller:
     # calls of the fleet's owner
 
     async def orphaned(self) -> None:
-        """Returns once no gateway has called for `cluster.orphan_timeout_s`. Standstills do not count."""
+        """Returns once no gateway and no owner has called for `cluster.orphan_timeout_s`. Standstills do not count."""
         await self._callers.orphaned()
 
     async def shutdown(self, *, may_drain: bool) -> None:

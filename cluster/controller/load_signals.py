@@ -36,7 +36,7 @@ class Signal:
 def signals(
     config: AutoscalingConfig, observation: Observation, role: WorkerRole, may_have_prefill: bool
 ) -> list[Signal]:
-    """All signals of one role. If there may be no prefill workers, the signals of prompts belong to decode workers."""
+    """All signals of one role. If `may_have_prefill` is false, the signals of prompts belong to decode workers."""
     found = []
     if role is WorkerRole.DECODE:
         found += _decode_signals(config, observation)

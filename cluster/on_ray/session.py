@@ -82,8 +82,8 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else Ray prints lost workers and repeated calls to the driver's stdout, which is for JSON.
     environment.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-    # Without a pid, Ray takes a driver whose parent is process 1, such as a systemd unit, for one whose raylet has
-    # ended: when a connection to the raylet breaks, Ray ends such a driver at once, without a word.
+    # Without this pid, and if the driver's parent is process 1 (as in a systemd unit), Ray believes that the driver's
+    # raylet has ended. Then, when a connection to the raylet breaks, Ray ends the driver at once, without a message.
     environment["RAY_RAYLET_PID"] = str(os.getpid())
     if config.ray_address == "local":
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
@@ -221,8 +221,8 @@ def _probe(address: str) -> None:
 
 
 def _short_folder(folder: str) -> str:
-    """The folder for temporary files, or /tmp if the paths of Ray's sockets would be too long there, or not ASCII, in
-    which Ray encodes them."""
+    """The folder for temporary files. But /tmp if the paths of Ray's sockets would be too long there, or not ASCII: Ray
+    encodes them in ASCII."""
     is_usable = folder.isascii() and len(_longest_socket(folder)) <= _MAX_SOCKET_PATH
     return folder if is_usable else "/tmp"
 

@@ -47,7 +47,7 @@ class Fleet(Protocol):
 
 
 def check_owner(config: BatonConfig, command: str) -> None:
-    """Raises ConfigError if the configuration is for `baton gateway`, which starts no fleet, or for `baton fleet`."""
+    """Raises ConfigError for a key that only `baton gateway` uses, or, if `command` is "serve", only `baton fleet`."""
     address, port = config.cluster.fleet_address, config.cluster.fleet_port
     if address is not None:
         raise ConfigError(

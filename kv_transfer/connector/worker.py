@@ -40,8 +40,8 @@ class KVConnectorWorker:
     """The connector of one rank, for both roles; each request says whether it is sent or received.
 
     The engine's thread calls its methods; `counters` and `peers` are for any thread. The transfer thread does all the
-    rest. A call waits for this thread only to withdraw blocks. No call raises because of a peer. The transfer thread
-    calls `on_kv_output` whenever `get_finished` has output.
+    rest. Only `shutdown`, and a call that withdraws blocks, wait for it. No call raises because of a peer. The transfer
+    thread calls `on_kv_output` whenever `get_finished` has output.
     """
 
     def __init__(

@@ -136,7 +136,7 @@ class Pieces:
 
     key: TransferKey
     version: int
-    """How often a preemption took the producer's blocks before it computed these pieces."""
+    """How often, before this message, a preemption took the producer's blocks, or the consumer gave its room back."""
     indices: tuple[int, ...]
     """Positions in the prompt's sequence of pieces."""
     piece_ids: tuple[int, ...]

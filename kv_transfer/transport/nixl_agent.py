@@ -89,8 +89,8 @@ def nixl_is_available() -> bool:
 def has_rdma() -> bool:
     """Whether this machine has an active port on an RDMA network.
 
-    A port of AWS EFA also counts. Only the name of a port's driver (`device/driver`) would show that it is EFA, and
-    this function does not read that name. UCX must support the network.
+    Whether UCX supports the network is not checked. For example, a port of AWS EFA counts, too: only the name of its
+    driver (`device/driver`) would show that it is EFA, and this function does not read that name.
     """
     return any("ACTIVE" in file.read_text() for file in Path("/").glob(RDMA_PORT_STATES.lstrip("/")))
 

@@ -43,8 +43,8 @@ class Description:
     def check_reachable(self, host: str, has_rdma: bool) -> None:
         """TransportError unless the pool's memory can be read from this host without the help of its owner.
 
-        Otherwise UCX would ask the owner over TCP. That is slower than the portable transport, and UCX aborts an
-        owner whose reader died before the answer.
+        Otherwise UCX would ask the owner over TCP. That is slower than `zmq_tcp`. And if the reader dies before the
+        answer, UCX aborts the owner's process.
         """
         if self.host != host:
             if not (has_rdma and self.has_rdma):
