@@ -18,8 +18,8 @@ and after reasoning, are different texts, which are numbered from 0."""
 
 class TokenParts:
     """Takes one answer's tokens, in order. A tag, with the spaces beside it, belongs to the part that it
-    encloses. A token across two parts belongs to the first part, unless this part is text. Answers that are
-    only text cost nothing.
+    encloses. A token across two parts belongs to the first part, unless this part is text. Answers that
+    can only be text cost nothing.
     """
 
     def __init__(self, request: GatewayRequest) -> None:

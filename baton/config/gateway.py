@@ -93,8 +93,8 @@ class GatewayConfig(Section):
     """Largest request that gRPC and HTTP accept."""
     max_connections: int = Field(2048, ge=1)
     """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. A further connection is
-    refused over gRPC. Over HTTP, it replaces an idle connection of the address or the caller that has the most of
-    them."""
+    refused over gRPC. Over HTTP, it replaces an idle connection of the address, or of the caller, that has the
+    most connections."""
     write_timeout_s: float = Field(60.0, gt=0.0)
     """A client loses its call (over HTTP, its connection) if data waits for the client, but it reads nothing for this
     long.

@@ -37,7 +37,7 @@ class TokenBucket:
 
 class CallerRates:
     """The buckets of all callers. If a caller's rate changes, the caller gets a new, full bucket at its next `check`.
-    Running requests have the rate with which they began, so `count` never changes the bucket."""
+    Running requests have the rate with which they began, so `count` never replaces the bucket."""
 
     def __init__(self, unit: Literal["requests", "tokens"]) -> None:
         self._unit = unit

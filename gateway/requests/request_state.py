@@ -31,8 +31,8 @@ from gateway.timing.latency_window import LatencyWindow
 from gateway.timing.request_times import RequestTimes
 
 MAX_RECORDED_ATTEMPTS = 32
-"""How many of the latest attempts are kept. A request may have more: nothing limits the number of
-refused attempts."""
+"""How many of the latest attempts are kept. A request may have more: only the time for which it
+may look for a place limits the number of refused attempts."""
 
 
 DEADLINE_SLACK_S = 0.05

@@ -59,7 +59,7 @@ class Router:
         self._block_sizes: set[int] = set()
         """Block sizes of the workers in `_able`."""
         self._turn = 0
-        """How many requests without an affinity key got a placement."""
+        """How many placements `route` has returned for requests without an affinity key."""
 
     @property
     def worker_names(self) -> Collection[str]:

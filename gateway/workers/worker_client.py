@@ -89,7 +89,8 @@ class WorkerClient:
         self._check_every_s = pace_of(self._timeout.least_s) / 2
         self._standstill = Standstill(2 * self._check_every_s)
         self._received_at = 0.0
-        """When the latest message arrived, on a clock that excludes standstills of this process."""
+        """When the latest messages arrived or, later, were handled; on a clock that excludes standstills of this
+        process."""
         self._is_reading = True
         """False while messages wait for a turn. No heartbeat is read then, so this is no silence."""
         self._socket = context.socket(zmq.DEALER)

@@ -18,7 +18,7 @@ class LossCause(Enum):
     SILENT = "silent"
     """No heartbeat arrived, for example because the worker's process was stopped or its host is gone."""
     ENDED = "ended"
-    """The worker reported that its engine has ended, without a drain before."""
+    """The worker reported a failure that ended it, or that it stopped without a drain before."""
     HUNG = "hung"
     """The worker reported that one of its threads makes no progress."""
     RESTARTED = "restarted"

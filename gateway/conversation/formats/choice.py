@@ -41,7 +41,8 @@ class FormatFamily:
     """A template that contains all these texts belongs to the family."""
 
     def matches(self, template: ChatTemplate) -> bool:
-        """Whether the template shows this family: it contains all signs, and reads `tools` if the family's do."""
+        """Whether the template shows this family: it contains all signs, and reads `tools` if the family's
+        templates do."""
         can_use = self.style is None or template.reads("tools")
         return can_use and all(sign in template.source for sign in self.signs)
 

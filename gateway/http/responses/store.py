@@ -42,7 +42,7 @@ class StoreBounds:
     caller_bytes: int
     """All responses of one caller have at most this many bytes together."""
     ttl_s: float
-    """How long a response is stored after it was stored or last continued."""
+    """How long a response is stored after it arrived, or was last used by another request."""
 
 
 class ResponseStore(Protocol):
