@@ -174,7 +174,7 @@ class WorkerStatus:
     kv_groups: KVGroups = ONE_GROUP
     """The KV groups of the model's layers. Each group has its own blocks for a request's tokens."""
     suspects: tuple[str, ...] = ()
-    """In heartbeats to gateways: the suspects that run on the worker; see worker/suspect_turns.py."""
+    """In heartbeats to gateways: the suspects whose turns have begun on the worker; see worker/suspect_turns.py."""
     takes_suspects: bool = True
     """Whether no suspect has its turn at present. The worker may keep the next turn for a gateway that it refused."""
 

@@ -19,9 +19,9 @@ class Batching(Protocol):
 class Unified:
     """Prompts and outputs share every step: running requests continue first, waiting ones get the rest of the budget.
 
-    Prompts that do not fit are split. A step that preempts a request admits no waiting request, which would soon be
-    preempted, too. On a prefill worker, waiting prompts with a lower key than the first running prompt are admitted
-    before the running prompts continue.
+    Prompts that do not fit are split, unless `enable_chunked_prefill` is false. A step that preempts a request admits
+    no waiting request, which would soon be preempted, too. On a prefill worker, waiting prompts with a lower key than
+    the first running prompt are admitted before the running prompts continue.
     """
 
     def __init__(self, config: SchedulerConfig, running: Running, admission: Admission) -> None:

@@ -35,7 +35,7 @@ def waiting_load(requests: Iterable[Request]) -> WaitingLoad:
 
 
 def _waits_for_first_step(request: Request) -> bool:
-    """False for a request that has run, and begins again after a failed step. A consumer gets one token with its
-    prompt."""
+    """False for a request that has run, and begins again after a failed step. Such a request has new tokens. A consumer
+    gets its first new token together with its prompt, so this token does not count."""
     num_given = request.num_initial_tokens + request.is_consumer
     return request.status in _MAY_BE_NEW and len(request.all_token_ids) <= num_given

@@ -30,7 +30,7 @@ class Order(Protocol):
         ...
 
     def victims(self, running: Sequence[Request]) -> Iterator[Request]:
-        """All running requests in the order of preemption; called once a step, and only if blocks ran out."""
+        """These running requests, in the order of preemption. Called only if blocks ran out, or for miniVLLM's rule."""
         ...
 
     def planned(self, num_tokens: int) -> None:

@@ -233,7 +233,7 @@ class Scheduler:
         return outputs
 
     def update_connector_output(self, output: KVConnectorOutput) -> ClientOutputs:
-        """Processes the connector's output. Call it before `schedule()`. Late and unknown entries are only counted."""
+        """Processes the connector's output. Call it before `schedule()`. Late and unknown entries affect no request."""
         outputs = ClientOutputs()
         if self._connector is not None:
             self._connector.update_connector_output(output)

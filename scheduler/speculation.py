@@ -73,7 +73,8 @@ class Speculation:
         drafts: Mapping[str, tuple[int, ...]],
         sampled: Mapping[str, list[int]],
     ) -> None:
-        """Counts accepted drafts. Call it before taking the step's samples, which may end their requests."""
+        """Counts accepted drafts, and drops the others. Call it before taking the step's samples, which may end their
+        requests."""
         if not drafts:
             return
         for request in requests:

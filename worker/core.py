@@ -202,10 +202,7 @@ class EngineCore:
         return {**self.scheduler.counters(), "non_finite_steps": self.health.num_non_finite_steps}
 
     def close(self) -> None:
-        """Ends after the current step, whose output is dropped.
-
-        Ends all hand-overs, so that peers need not wait for their deadlines.
-        """
+        """Ends after the current step, whose output is dropped. Also ends all hand-overs: see BlockMover.shutdown."""
         self._pipeline.close()
         self._connector.shutdown()
         self._grammars.close()

@@ -308,7 +308,7 @@ class EngineHost:
         """Leaves the current role as `drain` does, then serves in the other one. Returns once it serves.
 
         Weights and prefix cache stay. Does nothing if the worker already has that role. A FleetError says
-        what prevented the change; then the worker serves in its old role.
+        what prevented the change; then the worker keeps its old role.
         """
         if self._parts.loop.serves_as(role):
             return

@@ -88,7 +88,7 @@ class EngineLoop:
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
-        """The error that ended the loop, if it ended by itself: the device is unusable."""
+        """The error that ended the loop, if it ended by itself: for example, the device is unusable."""
         self._load, self._oldest_arrival = core.load()
         self._load_due_at = clock.now() + LOAD_INTERVAL_S
         self.snapshot = self._take_snapshot()
@@ -132,7 +132,7 @@ class EngineLoop:
     def set_role(self, role: Role, timeout_s: float) -> None:
         """Drains as `drain` does, then serves in the other role, with its prefix cache as it is.
 
-        Raises FleetError with the cause if that took too long. Then the worker serves in its old role again.
+        Raises FleetError with the cause if that failed. Then the worker keeps its old role.
         """
         drain_state = self._drain_and_wait(role, timeout_s)
         if not drain_state.outcome.done():

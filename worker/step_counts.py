@@ -30,7 +30,8 @@ class StepCounts:
 class PromptTokens:
     """Distinguishes prompts from other work: decodes, drafts, and runs of forced tokens.
 
-    The tokens with which a request arrives count as its prompt. So do all tokens of a resumed request.
+    The tokens with which a request arrives count as its prompt. So do the tokens that a resumed request
+    computes again, but not if it lacks only its last token.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class _Turn:
 
 
 class SuspectTurns:
-    """The suspects that run. The caller passes all times, in seconds."""
+    """The suspects whose turns have begun. The caller passes all times, in seconds."""
 
     def __init__(self) -> None:
         self._turns: dict[str, _Turn] = {}

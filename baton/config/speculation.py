@@ -40,7 +40,7 @@ class SpeculationConfig(Section):
     like the served model."""
     draft_layers: int | None = Field(None, ge=1)
     """`draft_model`: guesses come from this many of the first layers of the served model, not from another model.
-    Their weights take no further memory. It needs `engine.tensor_parallel` 1."""
+    Their weights take no further memory. All workers must have one rank."""
     forced_tokens: bool | None = None
     """Append the tokens that a structured output's grammar forces, without a step for each of them. It needs a CPU. If
     unset: yes on a CPU, no on a GPU."""

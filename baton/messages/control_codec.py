@@ -135,7 +135,7 @@ def read_reply(frame: bytes) -> Reply:
 
 
 def failure(number: int, error: BatonError) -> bytes:
-    """The reply that ends a call with an error, which keeps its type."""
+    """The reply that ends a call with an error; see CallFailure."""
     return REPLY_FRAMES.encode(FailureFrame(number, CallFailure.of(error)))
 
 

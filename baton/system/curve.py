@@ -65,8 +65,8 @@ class ClusterKeys:
     request: PlaneKeys | None
     kv: PlaneKeys | None
     prefix: bytes = field(repr=False)
-    """The key for hashes of KV blocks. All workers and gateways of a cluster compute equal hashes for a
-    prefix, and outsiders cannot tell what a hash stands for."""
+    """The key for hashes of KV blocks. All workers and gateways of a cluster compute equal hashes for a prefix. If the
+    cluster has a secret, outsiders cannot tell what a hash stands for."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

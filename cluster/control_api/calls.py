@@ -250,7 +250,8 @@ class Carrier(Protocol):
 
 
 class ControlClient:
-    """See baton.messages.control.ControlApi. Calls are not repeated: a broken connection ends running calls."""
+    """See baton.messages.control.ControlApi. The client repeats no call, but a carrier may. If the carrier does not, a
+    broken connection ends running calls."""
 
     def __init__(self, carrier: Carrier, patience: Patience) -> None:
         """`patience` applies until GetConfiguration has returned the fleet's configuration."""

@@ -97,8 +97,8 @@ async def follow_counts(read: Callable[[], BatonConfig], config: BatonConfig, co
 
     `config`: the configuration with which this command started the fleet or took it over.
 
-    When the file changes, logs other differences of the fleet, such as those in `autoscaling`: they take effect when
-    the fleet is started again. A failed call is retried.
+    When the file changes, logs how it differs from `config` in other keys, such as those in `autoscaling`: these
+    changes take effect when the fleet is started again. A failed call is retried.
     """
     done = seen = config
     while True:

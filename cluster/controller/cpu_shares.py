@@ -22,8 +22,8 @@ class CpuShares:
     def __init__(self, config: BatonConfig) -> None:
         self._config = config
         self._pinned: dict[tuple[str, str], CpuShare] = {}
-        """The latest pinned share of each worker on each host, by worker name and host. Entries are never removed, so
-        that a replica that restarts gets its cores back."""
+        """The latest pinned share of each worker on each host, by worker name and host. An entry stays when its worker
+        ends, so that a replica that restarts gets its cores back."""
 
     def reserve(
         self,

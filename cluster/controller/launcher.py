@@ -34,7 +34,7 @@ class Incarnation(Protocol):
 
     @property
     def node(self) -> str:
-        """The name of the process's machine."""
+        """The name of the process's node."""
         ...
 
     async def start(self, on_progress: OnStartProgress) -> WorkerEndpoint:
@@ -59,13 +59,13 @@ class Incarnation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An incarnation that a former controller began."""
+    """An incarnation that has started. `Launcher.adopt` returns those that a former controller began."""
 
     incarnation: Incarnation
     endpoint: WorkerEndpoint
     """The worker's endpoint, with its present role."""
     status: WorkerStatus | None = None
-    """The worker's status when it was found."""
+    """The status of a worker that `adopt` found, as of that moment."""
 
     @property
     def is_leaving(self) -> bool:

@@ -9,6 +9,7 @@ from baton.worker import WorkerRole, WorkerStatus
 MIN_FOR_P99 = 5
 """With fewer times to first token, the median counts: the 99th percentile would be the time of a single request."""
 MIN_FOR_MEDIAN = 2
+"""With fewer times to first token, none counts."""
 
 COMING = frozenset({ReplicaState.PLACING, ReplicaState.STARTING})
 CHANGING = COMING | {ReplicaState.DRAINING}

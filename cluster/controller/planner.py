@@ -153,7 +153,8 @@ class _Role:
 
 
 class Planner:
-    """Gets observations at a fixed pace, and remembers only how long conditions have lasted."""
+    """Gets observations at a fixed pace. Remembers the recent work of each role, its own latest changes, and for how
+    long conditions have lasted."""
 
     def __init__(self, config: AutoscalingConfig, bounds: Bounds, may_change_roles: bool) -> None:
         """`bounds`: the fewest and the most workers of each role."""
@@ -183,7 +184,7 @@ class Planner:
         return decision
 
     def refused(self, change: ScaleDecision | RoleChange, now: float) -> None:
-        """Records that the change failed. After that, no other change of role is tried for a while."""
+        """Records that the change failed. After a failed change of role, no other one is tried for a while."""
         if isinstance(change, RoleChange):
             self._refused_at = now
 

@@ -81,7 +81,7 @@ class Supervisor:
         """The status in the worker's last answer."""
         self.progress: StartProgress | None = None
         self.failure: BatonError | None = None
-        """Why the latest incarnation failed, if it did."""
+        """The latest failure of an incarnation. It stays when the next incarnation serves; None before the first."""
         self.death: tuple[str, str] | None = None
         """The last incarnation that failed while it served, and why it failed."""
         self._last_end = ("", "")

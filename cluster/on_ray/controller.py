@@ -82,7 +82,7 @@ class ControllerActor:
 
 
 class OwnedController:
-    """The owner's handle of a fleet's controller, which may end the fleet."""
+    """The owner's handle of a fleet's controller. With this handle, the owner may end the fleet."""
 
     def __init__(self, actor: Any, config: BatonConfig) -> None:
         self._carrier = RayCarrier(actor, config.cluster.start_timeout_s)

@@ -41,9 +41,9 @@ def own_signals() -> Iterator[None]:
     """Keeps Ray from replacing this process's handler of SIGTERM, which stops a start as Ctrl-C does.
 
     Ray's own handler in C++ prints a stack and aborts the process. `ray.init` installs this handler, unless it is
-    installed already. So this function first installs it, and then puts our handler back. While Ray connects, all
-    signals wait, since a driver that is interrupted there ends with SIGSEGV. Afterwards, this function puts our handler
-    back again, in case this build of Ray hides the function that installs Ray's handler.
+    installed already. So this function first installs it, and then puts our handler back. While Ray connects,
+    SIGINT, SIGTERM and SIGHUP wait, since a driver that is interrupted there ends with SIGSEGV. Afterwards, this
+    function puts our handler back again, in case this build of Ray hides the function that installs Ray's handler.
 
     SIGHUP is blocked in all processes that Ray starts: if the terminal is closed, they must run until the workers have
     drained.

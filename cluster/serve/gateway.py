@@ -91,7 +91,7 @@ def _why_not(host: str, port: int, family: socket.AddressFamily) -> OSError | No
 def load_tokenizer(config: BatonConfig, model_path: Path) -> "Tokenizer":
     """Loads the tokenizer, and imports the modules of the gateway.
 
-    This takes seconds, so it runs on a thread while Ray and the workers start.
+    This takes seconds, so it runs on a thread while the workers start.
     """
     from gateway import Gateway, Tokenizer  # noqa: F401 (`make_gateway` needs it)
 

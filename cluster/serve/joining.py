@@ -62,10 +62,11 @@ class FleetSource(NamedTuple):
 def run_gateway(config: BatonConfig, screen: Screen, while_ready: WhileReady) -> None:
     """Runs a gateway for the fleet `cluster.name` while `while_ready` runs; the fleet outlives the gateway.
 
-    A signal cancels `while_ready`. The section `gateway` is that of `config`. Other keys that are set in `config` must
-    have the same values in the fleet; all keys that are not set are taken from the fleet. Raises BatonError if there is
-    no such fleet within `cluster.start_timeout_s`, if the fleet differs, or when the fleet ends. Raises
-    KeyboardInterrupt for a signal before the event loop runs.
+    A signal cancels `while_ready`. The sections `gateway` and `logging` are those of `config`, and so are keys that
+    concern only one command, such as its timeouts. Other keys that are set in `config` must have the same values in the
+    fleet (see `differences`); all keys that are not set are taken from the fleet. Raises BatonError if there is no such
+    fleet within `cluster.start_timeout_s`, if the fleet differs, or when the fleet ends. Raises KeyboardInterrupt for a
+    signal before the event loop runs.
     """
     address = config.cluster.ray_address
     uses_ray = config.cluster.fleet_address is None

@@ -34,7 +34,8 @@ class Fleet(Protocol):
     """Workers and their controller. `end` may be called after any outcome of `start`."""
 
     async def start(self, on_progress: OnProgress, on_serving: OnServing | None = None) -> ControlApi:
-        """Returns once every worker serves; raises BatonError on failure.
+        """Returns once every worker of a new fleet serves. An adopted fleet serves already, and is only scaled. Raises
+        BatonError on failure.
 
         Calls `on_serving` as soon as workers of each role serve; after that, missing workers are no error (see
         `first_start`).
@@ -42,7 +43,8 @@ class Fleet(Protocol):
         ...
 
     async def end(self, hurry: asyncio.Event) -> None:
-        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. No process remains."""
+        """Drains the workers for a bounded time, unless `hurry` is set, and ends them. No process remains. Does nothing
+        to a fleet that was adopted and could not be scaled: another command may adopt it."""
         ...
 
 
@@ -89,11 +91,11 @@ def most_ranks(config: BatonConfig) -> int:
 
 
 def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Path]:
-    """The configuration and the model's folder, which is downloaded now if necessary.
+    """The configuration and the model's folder, which is downloaded now if necessary. A draft model is downloaded, too.
 
-    On a Ray cluster of several hosts, each worker's host downloads the weights itself. A draft model is downloaded,
-    too. The returned configuration names the draft model's commit, so that all workers guess the same drafts. Prints
-    how much memory the models need. Raises ModelError if a model cannot be served. If files other than the weights show
+    On a Ray cluster that this command joins, each worker's host downloads the weights itself. The returned
+    configuration names the draft model's commit, so that all workers guess the same drafts. Prints how much memory the
+    models need. Raises ModelError if a model cannot be served. If files other than the weights show
     this, raises the error before the weights are downloaded. Also raises ModelError if the workers on this machine have
     no room for the models.
     """

@@ -50,7 +50,7 @@ def run_deployment(config: BatonConfig, screen: Screen, while_ready: WhileReady)
     """Starts everything, runs `while_ready`, and stops everything. A signal cancels the start or `while_ready`.
 
     Raises BatonError if the start fails, and KeyboardInterrupt for a signal before the event loop runs. In any case no
-    process, port or shared memory remains.
+    process, port or shared memory remains, except for an adopted fleet that could not be scaled (`Fleet.end`).
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -132,7 +132,8 @@ def run_fleet(
     fleet to the worker counts of that configuration.
 
     Raises BatonError if the start fails, FleetEnded if the fleet ends by itself, and KeyboardInterrupt for a signal
-    before the event loop runs. In every case, no process of the fleet remains.
+    before the event loop runs. In every case, no process of the fleet remains, except for an adopted fleet that could
+    not be scaled (`Fleet.end`).
     """
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())

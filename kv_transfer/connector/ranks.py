@@ -47,7 +47,10 @@ class BlockMover(Protocol):
     def peers(self) -> tuple[KVPeerCounts, ...]: ...
 
     def shutdown(self) -> None:
-        """Ends all hand-overs, so that peers soon consider them lost. May be called more than once."""
+        """Ends all hand-overs, without a message to the peers. May be called more than once.
+
+        A consumer soon notices that nothing listens here any more. A producer notices the end when its lease ends.
+        """
         ...
 
 

@@ -147,7 +147,7 @@ class KVConnectorWorker:
     def shutdown(self) -> None:
         """Ends the thread, if it was started, and closes every socket. May be repeated.
 
-        The transfers of peers end by their deadlines.
+        Peers get no message: see BlockMover.
         """
         is_repeated, self._is_stopping = self._is_stopping, True
         self._wakeup.set()

@@ -107,7 +107,7 @@ class IncomingTransfer:
     arriving: dict[int, int] = field(default_factory=dict)
     """Version of each piece being written now."""
     damaged: dict[int, int] = field(default_factory=dict)
-    """Version of each piece whose checksum did not match, until it is offered again."""
+    """Version of each piece that was missing or had a wrong checksum, until it is offered again."""
     num_bad: int = 0
     """Number of damaged pieces that were offered again in the same version."""
     producer_host: str | None = None

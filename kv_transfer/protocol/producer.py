@@ -52,7 +52,7 @@ MAX_ENDED = 4096
 """The most ended rank transfers that are remembered."""
 
 ENDS = ("kv_sends_done", "kv_sends_aborted", "kv_sends_cancelled", "kv_sends_refused", "kv_lease_expiries")
-"""Counters of how hand-overs ended. Each hand-over that our engine began increments one of them, once."""
+"""Counters of how rank transfers ended. Each one that our engine began increments one of them, once."""
 
 
 class Producer:
@@ -229,7 +229,7 @@ class Producer:
         return len(self._transfers)
 
     def check_integrity(self) -> None:
-        """Asserts that every started hand-over is either still running, or was counted as ended once."""
+        """Asserts that every started rank transfer is either still running, or was counted as ended once."""
         known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]
         assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
