@@ -63,7 +63,7 @@ class SamplingParams:
     effect."""
 
     temperature: float = 1.0
-    """0 is greedy: the arg max, whatever the other settings."""
+    """0 is greedy: the arg max after biases, penalties and masks, whatever `top_k`, `top_p` and `min_p` are."""
     top_k: int = 0
     """0 keeps every token."""
     top_p: float = 1.0

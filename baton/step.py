@@ -158,7 +158,7 @@ class FailedKV:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorOutput:
-    """Events from the connector's worker half. Events are hints: unknown and repeated ones are counted and ignored."""
+    """Events from the connector's worker half. Events are hints: unknown and repeated ones are ignored."""
 
     finished_sending: tuple[str, ...] = ()
     """Finished prefills whose leased blocks were read, released or expired."""

@@ -1,4 +1,4 @@
-"""The flags of `baton serve`, `baton fleet` and `baton gateway`; each sets a key of the configuration file."""
+"""The flags of `baton serve`, `fleet`, `gateway` and `models`; each sets a key of the configuration file."""
 
 import argparse
 import types

@@ -3,7 +3,8 @@
     {"baton_trace":1,"worker":"w0", ...}              TraceHeader: the worker
     {"step":1,"planned_s":0.0012,"scheduled": ...}    StepTrace, in ascending order; empty fields are left out, and so
                                                       are steps in which nothing happened
-    {"end":"closed"}                                  TraceEnd; absent while the worker runs, and after kill -9
+    {"end":"closed"}                                  TraceEnd; absent while the worker runs, after kill -9, and
+                                                      after a failed write
 
 Knows neither the engine that writes the file (worker/step_trace_writer.py) nor the pictures drawn from it.
 """
@@ -102,9 +103,10 @@ class TraceEnd(Enum):
     FULL = "full"
     """The file reached its limit; the worker went on."""
     OPEN = "open"
-    """No end: the worker still runs, or was killed between two lines."""
+    """No end: the worker still runs, was killed between two lines, or could not write the next line."""
     CUT = "cut"
-    """No end, and an incomplete last line: the worker was killed in the middle of it, or is writing it."""
+    """No end, and an incomplete last line: the worker was killed in the middle of it, is writing it, or could not write
+    all of it."""
 
 
 @dataclass(frozen=True, slots=True)

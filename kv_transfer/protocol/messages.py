@@ -192,8 +192,7 @@ class Aborted:
     key: TransferKey
     reason: str
     is_unneeded: bool
-    """Whether the request itself ended. Otherwise only its prefill failed, and the consumer may continue
-    alone."""
+    """Whether the request itself ended. Otherwise only the hand-over failed, and the consumer may continue alone."""
 
     def __post_init__(self) -> None:
         _cut_reason(self)

@@ -1,7 +1,8 @@
 """CUDA IPC: on one host, a consumer's device copies straight out of the producer's device memory.
 
 One kernel copies all runs of a read. It is queued on a stream of its own, and an event reports its end. No thread
-waits for it. It waits for no kernel of the engine, but shares the multiprocessors with them.
+waits for it, except when a pool is closed. The kernel waits for no kernel of the engine, but shares the
+multiprocessors with them.
 """
 
 import os

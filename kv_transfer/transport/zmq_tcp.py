@@ -34,7 +34,7 @@ IDLE_S = 30.0
 """A connection that was unused for this long is closed, since nothing would report a dead peer."""
 
 LINGER_MS = 1000
-"""The longest wait for queued messages to be sent before a socket closes."""
+"""The longest wait for queued messages to be sent before an unused connection is closed."""
 
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 """Delay before reconnecting to an unresponsive peer; doubles up to the second value."""
@@ -50,7 +50,7 @@ MIN_FRAME_BYTES = 128 * 1024
 """Smaller spans are copied into one frame, which costs less than a frame for each of them."""
 
 MAX_ARRIVALS_PER_TURN = 64
-"""The most arrivals per turn: a peer that never stops sending must not delay commands and deadlines."""
+"""The most arrivals of one socket per turn: a peer that never stops sending must not delay commands and deadlines."""
 
 DEAF_S = 0.0002
 """Waits of at most this time are plain sleeps, since ZeroMQ can only wait for whole milliseconds. A sleep does not end
