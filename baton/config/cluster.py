@@ -92,7 +92,7 @@ class ClusterConfig(Section):
     """How many early deaths within `crash_loop_window_s` count as a crash loop."""
     crash_loop_window_s: float = Field(120.0, gt=0.0)
     orphan_timeout_s: float = Field(60.0, gt=0.0)
-    """On an external Ray cluster, a fleet that no gateway has contacted for this long shuts itself down."""
+    """On an external Ray cluster, a fleet ends by itself if no gateway and no owner has called for this long."""
 
     @field_validator("fleet_address")
     @classmethod

@@ -95,9 +95,9 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
 
     On a Ray cluster that this command joins, each worker's host downloads the weights itself. The returned
     configuration names the draft model's commit, so that all workers guess the same drafts. Prints how much memory the
-    models need. Raises ModelError if a model cannot be served. If files other than the weights show
-    this, raises the error before the weights are downloaded. Also raises ModelError if the workers on this machine have
-    no room for the models.
+    models need. Raises ModelError if a model cannot be served. If files other than the weights show this, raises the
+    error before the weights are downloaded. Also raises ModelError if the workers on this machine have no room for the
+    models.
     """
     draft, draft_folder, cache_dir = config.speculation.draft_model, None, default_cache_dir(os.environ)
     is_here = config.cluster.ray_address in ("none", "local")

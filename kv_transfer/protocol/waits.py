@@ -43,7 +43,7 @@ class Waits:
         transfer of such a rank uses this knowledge."""
 
     def begin(self, key: TransferKey, now: float) -> None:
-        """Begins the rank transfer: its producer is not silent before now. `ask_later` sets the first question."""
+        """Begins the rank transfer. Its producer's silence counts from now on. `ask_later` sets the first question."""
         self._asked_at[key] = running_s = self._standstill.running(now)
         oldest = running_s - _REMEMBERED_TIMEOUTS * self._timeout_s
         self._known = {rank: known for rank, known in self._known.items() if known.last_message_at > oldest}
