@@ -18,7 +18,8 @@ ChoiceDelta = tuple[int, Delta]
 """The index of the answer, and the delta."""
 
 MAX_VALUES = 3 * 2**20
-"""The most values in one response, over all choices. Each token is a value, and so is each top log-probability.
+"""The most values in one response that is not streamed, over all choices. Each token is a value, and so is each top
+log-probability.
 
 One answer may fill a context of 131,072 tokens with 20 log-probabilities each. This costs tens of MiB
 (docs/security.md).
@@ -193,8 +194,8 @@ async def in_portions(
 
 
 def answer_parts(delta: Delta) -> Iterator[Delta]:
-    """Splits a delta into parts with equal shares of text and tokens. The first part has the prompt's
-    log-probabilities, the last part the finish."""
+    """Splits a delta into parts of at most PORTION_TOKENS tokens. Each part's share of the text is about its share of
+    the tokens. The first part has the prompt's log-probabilities, the last part the finish."""
     num_tokens = len(delta.token_ids)
     if num_tokens <= PORTION_TOKENS:
         yield delta

@@ -180,7 +180,7 @@ class Preprocessor:
         return room
 
     def _checked(self, client_request: ClientRequest) -> SamplingParams:
-        """Checks everything that can be checked without the prompt's tokens. Returns the sampling parameters, with the
+        """Checks values for which the prompt's tokens are not needed. Returns the sampling parameters, with the
         structured output as `checked_response_format` returns it."""
         for field, text in (
             ("cache_salt", client_request.cache_salt),

@@ -201,8 +201,9 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls at once, and lets running calls continue for `grace_s`. Then requests end with an error,
-        and all other calls are cancelled. If this call is cancelled, `stop` may be called again, with a shorter time.
+        """Refuses new calls and ends watches at once, and lets all other calls continue for `grace_s`. Then requests
+        end with an error, and other calls are cancelled. If this call is cancelled, `stop` may be called again, with a
+        shorter time.
         """
         self._cluster.end_watches()
         frontends = (self._grpc, self._http) if self._http else (self._grpc,)

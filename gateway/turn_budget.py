@@ -24,8 +24,8 @@ class TurnBudget:
 
 class SharedTurns:
     """One budget for several tasks, which take turns in the order of their arrival. In one turn of the event
-    loop, they work together for at most TURN_S and one more portion. A single task with little work never
-    waits.
+    loop, they work together for at most TURN_S and one more portion. A single task with little work hardly
+    ever waits.
 
         async with turns:
             portion of work

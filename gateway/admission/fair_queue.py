@@ -1,8 +1,8 @@
 """FairQueue: waiting requests, in the order in which to serve them; pure, and does not know which workers have room.
 
-Lower priority values come first. Within one priority, requests that ran before come first, in order of arrival. For all
-other requests, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996).
-All callers have the same weight:
+Lower priority values come first. Within one priority, requests that ran before come first, in order of arrival, unless
+they were taken back. For all other requests, callers share by start-time fair queueing (Goyal, Vin, Cheng: "Start-time
+Fair Queueing", SIGCOMM 1996). All callers have the same weight:
 
     each served token moves the start of its caller's next request to a later virtual time
     the current virtual time is the start of the request that was served last
@@ -246,8 +246,8 @@ class FairQueue(Generic[T]):
     def last_of_largest(self) -> QueueEntry[T] | None:
         """The latest entry of the caller with the most entries, at the least urgent priority.
 
-        Entries that ran before do not count. If several callers have equally many entries, it is the latest of all
-        their entries. None if every entry ran before.
+        Never an entry that ran before. If several callers have equally many entries, it is the latest of all their
+        entries. None if every entry ran before.
         """
         for priority in sorted(self._levels, reverse=True):
             flows = [flow for flow in self._levels[priority].flows.values() if flow.entries]

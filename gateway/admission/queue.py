@@ -76,7 +76,8 @@ class RequestQueue(Generic[T]):
         self._is_swept = True
         """False if a request that ran before has joined since the latest sweep."""
         self._is_any_hopeless = False
-        """Whether the latest sweep found requests that no worker can run. They do not delay other requests."""
+        """Whether the latest sweep that reached the end of the queue, or a later sweep, found requests that no worker
+        can run. They do not delay other requests."""
         self._over_share: set[str] = set()
         """Callers that held their shares at the latest sweep, including callers that it did not reach. Their requests
         do not delay other requests."""
@@ -109,8 +110,7 @@ class RequestQueue(Generic[T]):
         return entry.reason if entry.tried_in == self._num_sweeps else None
 
     def join(self, entry: QueueEntry[T], now: float) -> Refusal[T] | None:
-        """Places the request if it fits and no other request goes before it. Otherwise queues it, or refuses one
-        request.
+        """Places the request if it fits, and a sweep reaches it. Otherwise queues it, or refuses one request.
 
         The new request is refused if it would wait beyond its deadline. If the queue is full,
         `last_of_largest` is refused, which may be the new request. A request that ran before waits for the next
@@ -172,11 +172,12 @@ class RequestQueue(Generic[T]):
     def out_of_patience(self, now: float) -> list[QueueEntry[T]]:
         """Entries that found no worker within their patience. They stay in the queue until they `leave`.
 
-        Four kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
+        Five kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
         other requests, not for workers. A request that was taken back may wait as long as workers for it exist.
         Otherwise it would be refused because of other callers. A request that has moved up keeps waiting, since the
-        queue moves. A request that lacks only a slot keeps waiting until MAX_PASSED requests have overtaken it, since
-        long answers run, and will end.
+        queue moves. A request keeps waiting if it, or a request before it, lacks only a slot, since long answers run,
+        and will end; but not if more than MAX_PASSED requests have overtaken it. A request that waited for room, and
+        then lost its workers, may wait for workers as long as a new request.
         """
         expired = set(self._expired(self._patience_ends, self._running(now)))
         out: list[QueueEntry[T]] = []

@@ -294,7 +294,8 @@ class RequestState:
     def _count_drafts(self, num_before: int) -> None:
         """Counts the drafts of the outputs with new tokens; `num_before` tokens were delivered before.
 
-        An output begins with its accepted drafts. Drafts that the client does not get, or already has, do not count.
+        An output begins with its accepted drafts. Those that the client does not get, or already has, do not count
+        as accepted.
         """
         num_delivered = len(self._delivered)
         for first in [first for first in self._draft_outputs if first < num_delivered]:

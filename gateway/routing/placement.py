@@ -62,7 +62,8 @@ class RouteQuery:
     mode: Mode | None = None
     """The mode that the request requires, if any."""
     excluded: Collection[str] = ()
-    """Names of workers that must not get this request: they failed it, refused it or gave it back."""
+    """Names of workers that must not get this request: they failed it, refused it or gave it back; or it is a suspect,
+    and another suspect has its turn there."""
     without_prefill: bool = False
     """Attempts with prefill workers failed too often, so the request must run on a decode worker alone."""
     avoided: Set[Pair] = frozenset()

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 MAX_FRAMES_AT_ONCE = 32
 """At most this many frames are read at once."""
 OUTPUTS_AT_ONCE = 16
-"""At most this many outputs are handled in one turn. This takes about 1 ms, or 10 ms with all log-probabilities."""
+"""At most this many outputs are one portion of work (see SharedTurns). A portion takes about 1 ms, or 10 ms with all
+log-probabilities."""
 
 READING_S = 0.05
 """Time to read pending input before a worker counts as silent."""
