@@ -18,7 +18,7 @@ ChoiceDelta = tuple[int, Delta]
 """The index of the answer, and the delta."""
 
 MAX_VALUES = 3 * 2**20
-"""The most values in one response that is not streamed, over all choices. Each token is a value, and so is each top
+"""The most values in one response that is sent whole, over all choices. Each token is a value, and so is each top
 log-probability.
 
 One answer may fill a context of 131,072 tokens with 20 log-probabilities each. This costs tens of MiB

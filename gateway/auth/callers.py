@@ -27,8 +27,8 @@ class Caller:
     """All calls of one name belong to one caller, for the fair shares of a gateway."""
     rights: frozenset[Right] = frozenset({Right.GENERATE})
     is_stranger: bool = False
-    """The caller sent no key to a gateway that has keys. At the limit of connections, the gateway usually closes the
-    idle connections of strangers first."""
+    """The caller sent no key to a gateway that has keys. At the limit of HTTP connections, idle connections of
+    strangers are closed first if strangers have more than a quarter of the connections (ConnectionPlaces)."""
     requests_per_minute: int | None = None
     """Limit at this gateway. None: the caller's key sets no limit."""
     tokens_per_minute: int | None = None

@@ -4,7 +4,7 @@
     too deep           is refused before it is compiled
     everything else    is compiled, one text at a time; callers share this time fairly
 
-A text that ended the process, or took too long, is refused from then on. The latest verdicts are kept.
+A text that ended the process, or took too much CPU time, is refused from then on. The latest verdicts are kept.
 """
 
 import asyncio

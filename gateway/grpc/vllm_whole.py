@@ -10,7 +10,7 @@ from gateway.grpc.vllm_convert import end_without_tokens, input_logprobs_to_mess
 from gateway.requests.request import Delta, Finish
 
 TOKENS_PER_PIECE = 16
-"""How many tokens are serialized without a pause, while a hundred other answers may wait."""
+"""Tokens are serialized in pieces of at least this many. Pieces are small, since a hundred other answers may wait."""
 
 _COMPLETE = pb.GenerateResponse.DESCRIPTOR.fields_by_name["complete"].number
 _LOGPROBS = pb.GenerateComplete.DESCRIPTOR.fields_by_name["output_logprobs"].number

@@ -1,4 +1,4 @@
-"""OwnNames: a gateway without API keys answers only requests to one of its own names.
+"""OwnNames: a gateway on loopback without API keys answers only requests to one of its own names.
 
 A web page may let its own host name resolve to 127.0.0.1 (DNS rebinding). To the browser, the gateway is then
 the server of that page, and the page can read the gateway's answers. The header `host` reveals the attack:

@@ -1,8 +1,9 @@
-"""PlainTokenizer: a tokenizer that tokenizer.json describes completely; needs only the `tokenizers` library.
+"""PlainTokenizer: a tokenizer that tokenizer.json describes completely; needs no class of transformers.
 
-transformers creates the same tokenizer from such a folder, but takes seconds to import its classes. All other
-folders need transformers: folders whose own class rebuilds the tokenizer, folders with tokens that
-tokenizer.json lacks, and folders with older files.
+transformers creates the same tokenizer from such a folder, but takes seconds to import its classes. This module
+imports only its function that renders chat templates, if the folder has a template. All other folders need
+transformers itself: folders whose own class rebuilds the tokenizer, folders with tokens that tokenizer.json lacks, and
+folders with older files.
 """
 
 import json

@@ -77,7 +77,7 @@ class ContentLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChatLogprobs:
-    """One entry for each token."""
+    """One entry for each token; without the reasoning (`include_reasoning: false`), only for tokens of the text."""
 
     content: list[ContentLogprob]
     refusal: None = None

@@ -1,10 +1,10 @@
 """ResponseEvents: turns the changes of a response's output into server-sent events; does no I/O.
 
-    created, in_progress, (keepalive | item added, [part added], delta*, done, [part done], item done)*,
+    created, in_progress, (item added, [part added], delta*, done, [part done], item done)*,
     completed | incomplete | failed
 
-Events are numbered from 0. OpenAI also sends `keepalive`, but does not document it. The JSON is ASCII, because some
-clients split lines at characters such as U+2028.
+Events are numbered from 0. A `keepalive` may come between the events of two deltas. OpenAI also sends it, but does not
+document it. The JSON is ASCII, because some clients split lines at characters such as U+2028.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +46,7 @@ EMPTY_PARTS: dict[type[OutputItem], str] = {
 
 
 class ResponseEvents:
-    """Writes one stream. All methods return text in pieces that are each quick to make."""
+    """Writes one stream. All methods but `ping` return text in pieces that are each quick to make."""
 
     def __init__(self, response: ResponseJson) -> None:
         self._response = response

@@ -1,4 +1,4 @@
-"""ResponseStore: stores responses after they were sent. RunningResponses: running responses that will be stored.
+"""ResponseStore: stores responses that have ended. RunningResponses: running responses that will be stored.
 
 MemoryStore is a ResponseStore in this process' memory. A store does not interpret the two JSON texts of a
 StoredResponse.
