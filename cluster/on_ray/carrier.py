@@ -48,8 +48,8 @@ class RayCarrier:
     async def exchange(self, frame: CallFrame, hangs_after_s: float | None = None) -> Reply:
         """The reply. With `hangs_after_s`, kills a controller that hangs, for example after SIGSTOP; Ray restarts it.
 
-        With `hangs_after_s`, also raises FleetEnded if the controller has ended by itself, for example because
-        no gateway has called for long, or if a process of a private Ray has ended: Ray does not restart it.
+        With `hangs_after_s`, also raises FleetEnded if the controller has ended by itself, for example because neither
+        a gateway nor an owner has called for long, or if a process of a private Ray has ended: Ray does not restart it.
         """
         if hangs_after_s is None:
             return await self._ask(frame)

@@ -75,7 +75,10 @@ class ControllerActor:
     async def _end_as_an_orphan(self) -> None:
         await self._controller.orphaned()
         timeout_s = self._config.cluster.orphan_timeout_s
-        logger.error("no gateway has called for %g s (cluster.orphan_timeout_s); ending the fleet", timeout_s)
+        logger.error(
+            "neither a gateway nor an owner has called for %g s (cluster.orphan_timeout_s); ending the fleet",
+            timeout_s,
+        )
         await self._control.end(may_drain=False)
         remove_incarnations(lambda title: title.fleet == self._fleet)
         ray.kill(ray.get_runtime_context().current_actor)

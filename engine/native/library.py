@@ -1,4 +1,4 @@
-"""NativeLibrary: finds a compiler, compiles the kernels once, and loads them.
+"""native_library: finds a compiler, compiles the kernels once, and loads them.
 
 The compiled library is in Baton's cache folder; its name contains a digest of source and flags. A container
 image may already contain it: `python -m engine.native.library FOLDER` compiles every instruction set of this

@@ -221,7 +221,10 @@ class GatewayMetrics:
 
     def _make_requests(self) -> None:
         success = self._counter(
-            "request_success", "Requests that ended normally", "model_name", "finished_reason"
+            "request_success",
+            "Requests that ended by themselves, or were aborted",
+            "model_name",
+            "finished_reason",
         )
         self._success = {reason: success.labels(self._model, reason) for reason in FINISHED_REASONS}
         self._outcomes = exposition.LargeCounter(
