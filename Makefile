@@ -14,8 +14,8 @@ TRANSFERS ?= 200
 FUZZ_SECONDS ?= 600
 REQUESTS ?= 20000
 EXAMPLES ?= 500
-# Tests of which `make test` leaves out cases that are near others, beside those of kernels. Other tests marked by_hand are
-# run by hand.
+# Besides the tests of kernels: tests from which `make test` leaves out cases that are much like others (marked by_hand).
+# `make test-all` runs these cases, too. Other tests marked by_hand are run by hand.
 BY_HAND := $(addprefix tests/e2e/test_,config_fields.py poison.py quantized_tokens.py same_tokens.py scheduler_modes.py \
 	tensor_parallel.py worker_faults.py) \
 	tests/integration/test_examples.py tests/property/test_malformed_configs.py tests/simulation \
@@ -49,17 +49,18 @@ check: lint circles types protos-check ## Everything but tests, in a minute: lin
 unit: $(INSTALLED) ## tests/unit but its slow ones: a minute on four cores
 	$(PYTHON_IN_VENV) -m pytest -q -m "not slow and not gpu and not by_hand" --numprocesses auto tests/unit
 
-# The tests start hundreds of processes, which must not compile all of this again, whatever the environment says.
+# The tests start hundreds of processes. Without this, if the environment sets the variable, each of them would compile all
+# modules again.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-# The parts of `make check`; types are checked beside the tests, and circles are among them.
+# Runs all parts of `make check`: mypy runs beside the tests, and the test of import circles is one of them.
 test: lint protos-check $(TRITON_INSTALLED) $(HELM_INSTALLED) ## Every check, and all tests except those marked by_hand and those that need a GPU or a further package
 	@scripts/test.sh $(PYTHON_IN_VENV)
 
 test-all: $(TEST_PARTS_INSTALLED) test ## `make test` with NIXL, LangChain and the Agents SDK installed, and most tests marked by_hand
 	$(PYTHON_IN_VENV) -m pytest -m "by_hand and not gpu" --numprocesses 2 tests/kernels $(BY_HAND)
 
-lint: $(INSTALLED) ## ruff, the floor plan, buf; also that protos/ breaks no client of the last release
+lint: $(INSTALLED) ## ruff, the order of imports, buf; also that protos/ breaks no client of the last release
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -79,7 +80,7 @@ protos: $(INSTALLED) ## Regenerate Python from protos/
 protos-check: $(INSTALLED) ## Fail if the generated Python is not what protos/ says
 	PYTHON=$(PYTHON_IN_VENV) scripts/protos.sh --check
 
-protos-release: $(INSTALLED) ## With a release: what protos/baton says now is what `make lint` holds later changes against
+protos-release: $(INSTALLED) ## For a release: from now on, `make lint` compares protos/baton with its present state
 	$(BIN)/buf build --path protos/baton --exclude-source-info --output $(RELEASED_PROTOS)
 
 bench: $(INSTALLED) ## The published numbers: scheduler, engine speed, chats beside long prompts, hand-over cost, KV transports, routing, the gateway alone

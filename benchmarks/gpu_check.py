@@ -25,7 +25,7 @@ and keeps no figures.
     overlap    decode steps while a hand-over's blocks arrive; a trace
     prefill    prompts compared with the matrix units' speed; sizes of chunks
     peer       transformers' continuous batching and compiled generation, with the same weights
-    sweep      launch parameters compared with those chosen (only if requested; --cases)
+    sweep      launch parameters compared with those chosen (only if requested, or in a dry run; --cases)
 """
 
 import argparse

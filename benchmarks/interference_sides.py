@@ -79,10 +79,8 @@ def baton_server(name: str, model: Path, overrides: Mapping[str, Mapping[str, An
 
 @contextmanager
 def vllm_server(python: str, model: Path, dtype: str, max_num_batched_tokens: int | None) -> Iterator[Server]:
-    """Runs vLLM's own server with its defaults, except for three settings.
-
-    It has a thread for each core of this machine (as vLLM has by default), a smaller KV cache, and a shorter longest
-    context.
+    """Runs vLLM's own server with its defaults, except for a smaller KV cache, a lower limit of the context's length,
+    and `max_num_batched_tokens` if given. As by default, it has a thread for each core of this machine.
     """
     port = _free_port()
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

@@ -3,8 +3,8 @@
 python -m benchmarks.latent_attention [--rounds 7]      milliseconds of a layer, medians of alternating rounds
 
 A chunk can also project its context's latents to the keys and values of all heads (192 and 128 numbers), and attend to
-these. Absorbed attention instead projects only the chunk's tokens, with as many multiplications for each of these
-tokens. The time of the latter projection is not included.
+these. Absorbed attention instead projects only the chunk's tokens. For one token, both projections have equally many
+multiplications. The time of absorbed attention's projection is not included.
 
 Shape suffixes: T tokens, P rows of a token (heads and latent), D numbers of a row, H heads, C latent, R
 rotated part, X other.

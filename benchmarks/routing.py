@@ -164,7 +164,7 @@ def _row(case: Case, policy: str, result: Result) -> dict[str, Any]:
 
 
 def _warm_router(policy: str, num_workers: int) -> Router:
-    """A router that knows every worker's status. Every fourth worker has the first half of the prompt in its cache."""
+    """A router that knows every worker's status. A quarter of the workers have the prompt's first half in cache."""
     config = GatewayConfig(routing_policy=policy, routing_mode="disaggregated")  # type: ignore[arg-type]
     router, rng = Router(config, KEY), random.Random(1)
     stored = b"".join(each[:8] for each in block_hashes(_prompt()[: PROMPT // 2], 16, KEY))

@@ -226,8 +226,8 @@ def _naming_assembler(compiler: "Compiler | None", device: torch.device) -> Abst
 def _begin_on_gpu(device: torch.device) -> "Compiler":
     """Selects the GPU for this process; returns its compiler, with assembler and cache.
 
-    Reads the kernels' switches from the environment. ConfigError if the environment names a switch or an assembler
-    that does not work.
+    Reads the kernels' switches from the environment. ConfigError if the environment names an unknown switch, or an
+    assembler that does not work.
     """
     from engine.gpu.compiler import find_compiler  # without a GPU, Triton may be missing
 

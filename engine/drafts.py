@@ -16,8 +16,8 @@ from engine.request_table import IntArray
 MAX_SEARCHED = 32_768
 """How many of a request's latest tokens are searched."""
 MAX_CANDIDATES = 512
-"""How many of the latest occurrences of the last token are compared. The limit matters for long runs of equal
-tokens, in which every token is an occurrence."""
+"""At most this many of the latest earlier occurrences of the last token are compared with the request's end, each with
+the tokens before it. The limit matters for long runs of equal tokens, in which every token is an occurrence."""
 
 
 @dataclass(frozen=True, slots=True)

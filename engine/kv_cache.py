@@ -53,7 +53,7 @@ class KVBlockShape:
 
     @property
     def max_blocks_on_gpu(self) -> int:
-        """The most blocks of a pool on a GPU, whose copy engine counts the pool's keys and values in 32 bits."""
+        """The most blocks of a pool on a GPU: its bulk copy engine (TMA) counts keys and values in 32 bits."""
         return (2**31 - 1) // int(np.prod(self.dimensions[:-1]))
 
 

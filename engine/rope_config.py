@@ -99,8 +99,8 @@ def read_ropes_by_kind(
     """Gemma 3 and OLMo 3: the rotation of each kind in `layer_types`.
 
     `rope_scaling` is for layers without a window, and replaces single keys of their `rope_parameters`. As in
-    transformers, only these two objects may contain `original_max_position_embeddings`, not the top of the file.
-    transformers ignores their `truncate`.
+    transformers, `original_max_position_embeddings` counts only in these two objects, not at the top of the file.
+    transformers ignores their `truncate`, so `false` is refused.
     """
     new, old = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
     unknown = set(new) - {"full_attention", "sliding_attention"}

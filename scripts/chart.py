@@ -127,7 +127,7 @@ def schema(text: str) -> str:
 
 def _with_required_keys(part: Any) -> Any:
     """The part, with all sections, numbers and booleans in it required. A key without a value, such as `replicas:`,
-    removes the default. Then a template would fail if the key is a section, read a number as 0, and a boolean as
+    removes the default. Then a template would fail at a section, and would read a number as 0 and a boolean as
     false."""
     if not _is_section(part):
         return part

@@ -8,13 +8,13 @@ PART_LIMITS_S = {
     "kernels": 540.0,  # `few` needs a minute or two; `many` may need more, and then keeps its results so far
     "attention": 180.0,  # three runs of 25 tests; the first run compiles
     "marked": 180.0,  # some 30 tests; most of them start processes that load PyTorch
-    "tokens": 300.0,  # three models, each in five ways; torch computes the reference tokens on the host
+    "tokens": 300.0,  # four models, each in five ways; torch computes the reference tokens on the host
     "handover": 300.0,  # two clusters of processes with 36 answers each, then blocks between two processes
     "served": 400.0,  # three fleets, each of three workers that compile their kernels
     "throughput": 300.0,  # an engine, then two fleets; each worker compiles its kernels
     "decode": 420.0,  # one model with four batches and two contexts, then its switches: three minutes each
     "overlap": 180.0,  # one model, one batch; the trace is written once
-    "prefill": 300.0,  # two models, eight sizes, about eight rounds each
+    "prefill": 300.0,  # three models, eight sizes, about eight rounds each
     "peer": 420.0,  # torch.compile alone takes one to three minutes
     "sweep": 540.0,  # as many cases as fit; --cases selects some
 }

@@ -21,8 +21,8 @@ launches."""
 def precompile(setting: Setting, works: Sequence[Callable[[], object]], until: float) -> None:
     """Calls each of `works` in one of several processes, at most until `until`.
 
-    As many processes run at once as there are cores. Call this before the process touches the device:
-    afterwards the process must not be forked. Errors and timeouts are ignored here, since the launch will
+    As many processes run at once as there are cores, but at most MAX_PROCESSES. Call this before the process touches
+    the device: afterwards the process must not be forked. Errors and timeouts are ignored here, since the launch will
     fail again in the caller.
     """
     assert not torch.cuda.is_initialized(), "a process that uses the device cannot be forked"

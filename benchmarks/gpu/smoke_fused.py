@@ -31,7 +31,7 @@ NUM_LINKS = 4
 
 
 def makers(shapes: Shapes) -> list[Maker]:
-    """Makers of cases. Sums and products accept 1 and 4 tokens, the matrix units 16."""
+    """Makers of cases. One token is multiplied by sums and products, 4 and 16 tokens by the matrix units."""
     found = [
         partial(_fused, shapes, num_tokens, is_fp8) for num_tokens in (1, 4, 16) for is_fp8 in (False, True)
     ]

@@ -1,8 +1,9 @@
 """Launch parameters of tuned kernels: the chosen values compared with their neighbours, over important shapes.
 
 If a library has such a kernel, it is compared, too. A variant differs from the choice in one parameter only, since each
-combination must be compiled. Several processes compile all candidates before the first one is timed. Every candidate's
-result is compared with the choice's result before the candidate is timed.
+combination must be compiled; only some large tiles of experts' products differ in several parameters. Several processes
+compile all candidates before the first one is timed. Every candidate's result is compared with the choice's result
+before the candidate is timed.
 """
 
 import time

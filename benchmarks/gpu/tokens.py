@@ -160,9 +160,8 @@ def _generate(
 
 
 def _workload(sizes: Sizes, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The workload.
-
-    Every other request is greedy; the others have seeds and filters, and one has penalties.
+    """The workload: every other request is greedy, and some of these have a penalty. The others have seeds, and most
+    of them filters.
     """
     rng = random.Random(0)
     prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in sizes.lengths]

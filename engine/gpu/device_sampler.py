@@ -74,7 +74,7 @@ class DeviceSampler:
     ) -> "DeviceSampledTokens":
         """Rank 0 draws and broadcasts the tokens; log-probabilities stay on rank 0, which reports them.
 
-        If penalties, a grammar or min_tokens apply to a request, its earlier tokens must be known.
+        If penalties or a grammar apply to a request, its earlier tokens must be known.
         """
         tokens_R = self.sampled_R[: len(requests)]
         logprobs: _Logprobs | None = None

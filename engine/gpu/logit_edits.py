@@ -29,7 +29,10 @@ class LogitEdits:
 
 
 def list_edits(requests: Sequence[SampledRequest], rows: Sequence[int], vocab_size: int) -> LogitEdits:
-    """The edits of these rows of the step. All rows need processing, and all their tokens must be known."""
+    """The edits of these rows of the step. All rows need processing.
+
+    If penalties or a grammar apply to a request, its earlier tokens must be known.
+    """
     num_words = -(-vocab_size // 32)
     mask_rows: list[int] = []
     masks: list[Int32Array] = []

@@ -6,7 +6,7 @@
     child     reads grammars from stdin one by one, answers on stdout; has limited time, memory and stack
 
 A forked child already has the tokenizer, so a child is replaced within milliseconds. A child also matches a
-few tokens under the same limits, since some grammars compile quickly, but then need seconds and a gigabyte
+few tokens, with a shorter limit of time, since some grammars compile quickly, but then need seconds and a gigabyte
 for a token. Knows no gateway; parent and child end when stdin closes.
 """
 

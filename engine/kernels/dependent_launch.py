@@ -5,8 +5,8 @@ the next kernel is launched. This takes about 3 us for each kernel of a step. Wi
 are already resident, if there is room, and have loaded data that does not depend on earlier kernels.
 
 A kernel that is launched this way must call `wait_for_former` in every program: before it stores anything, and before
-it loads anything that an earlier kernel may have written. A kernel lets the next kernel start only after it has itself
-waited for the previous kernel. So when a kernel starts, all kernels before the previous kernel have ended, and it may
+it loads anything that the previous kernel may have written. A kernel lets the next kernel start only after it has
+itself waited for the previous kernel. So when a kernel starts, all kernels before the previous kernel have ended, and it may
 load what the previous kernel does not write. Kernels that are launched normally, such as torch's, begin when all
 earlier kernels have ended.
 

@@ -178,7 +178,7 @@ def _latent_attention_kernel(  # type: ignore[no-untyped-def]
         end_key = tl.load(item_ptr + 5)
         partial_row = tl.load(item_ptr + 6)
 
-        # Block ids are loaded one turn ahead, as in `paged_attention`. Ids past the end are 0: the null block.
+        # Block ids are loaded one iteration ahead, as in `paged_attention`. Ids past the end are 0: the null block.
         offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
         block_ids = tl.load(
             table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0

@@ -290,7 +290,8 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
         end_key = tl.load(item_ptr + 5)
         partial_row = tl.load(item_ptr + 6)
 
-        # Block ids are loaded one turn ahead: keys that wait for ids loaded in the same turn would halve the pipeline.
+        # Block ids are loaded one iteration ahead: if keys waited for ids of the same iteration, the pipeline would be
+        # half as deep.
         offsets = 0 if USES_TMA else tl.arange(0, BLOCK_N)
         block_ids = tl.load(
             table_ptr + (first_key + offsets) // BLOCK_SIZE, first_key + offsets < end_key, other=0

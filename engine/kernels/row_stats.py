@@ -112,8 +112,8 @@ def _row_stats_kernel(  # type: ignore[no-untyped-def]
         weights_CX = tl.exp(tl.div_rn(logits_CX - base, temperature))
         tl.store(part_sum_ptr + slot, tl.sum(tl.sum(weights_CX, 1), 0))
     # One thread stores the part's scalars and counts the part, with release and acquire order. So the program
-    # that counts last sees all parts. After the barrier, its other threads see the parts, too, but only if they read
-    # past L1.
+    # that counts last sees all parts. After the barrier, its other threads see the parts, too, but only if their
+    # loads bypass L1.
     tl.debug_barrier()
     num_before = tl.atomic_add(num_arrived_ptr + row, 1)
     if num_before == num_parts - 1:

@@ -151,7 +151,7 @@ def _choose_fma(padded_tokens: int, padded_inputs: int, weight_bytes: int, *, is
     one in use, the other being loaded. There are as many programs as registers allow. A multiprocessor runs 4 programs
     if x takes 16 of a thread's registers (61 in all), 3 if it takes 32 (80 in all; 2 programs if x is normed, with 89),
     and 2 if it takes 64 (122 in all). With float8 it runs 2: the conversion needs more registers (96 or 112). So 32 to
-    64 KiB are in flight. For longer rows there is one program, of 512 threads, with tiles twice as large."""
+    64 KiB are in flight. For longer rows there is one program, of 512 threads, with 128 bytes of weights for each."""
     num_warps = 16 if padded_inputs > 8192 else min(8, max(1, padded_inputs // 256))
     num_threads = 32 * num_warps
     tile_bytes = (128 if num_warps == 16 else 64) * num_threads

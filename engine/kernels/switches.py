@@ -1,8 +1,8 @@
 """KernelSwitches: which optimizations kernels use; each can be switched off, to compare or to avoid a fault.
 
 A worker reads the switches from the environment variable BATON_KERNELS, for example
-BATON_KERNELS=no-pdl,no-fused-silu. With all switches off, a step is launched kernel by kernel
-(docs/kernels.md, "Launches of a decode step").
+BATON_KERNELS=no-pdl,no-fused-silu. With all switches off, no operations are fused, and a kernel starts only
+when the previous kernel has ended (docs/kernels.md, "Launches of a decode step").
 """
 
 from collections.abc import Iterator

@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 class NativeBackend(TorchBackend):
     """A `Backend` of engine/layers/backend.py, for CPUs.
 
-    A method's result is valid until the method's next call, and a decoder uses each result before that. So only one
-    step may run at a time.
+    Results share memory: those of the norms have one buffer, those of `gated` and of mixtures another. A decoder uses
+    each result before the next one overwrites it. So only one step may run at a time.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -112,8 +112,8 @@ def gptq_zeros(packed_RC: torch.Tensor, bits: Literal[4, 8]) -> torch.Tensor:
     """Adds 1 to each packed zero point of GPTQ's first format.
 
     One addition to an int32 changes all zero points in it, so a zero point that overflows carries into the next one.
-    GPTQModel does the same (`convert_gptq_v1_to_v2_format`). GPTQModel also subtracts in this way, so that a zero
-    point of 0 borrows from the next one.
+    GPTQModel does the same (`convert_gptq_v1_to_v2_format`). When GPTQModel writes this format, it subtracts 1 in
+    the same way, so a zero point of 0 borrows from the next one. So the addition restores all zero points.
     """
     ones = 0x11111111 if bits == 4 else 0x01010101
     return (packed_RC.to(torch.int64) + ones).to(torch.int32)

@@ -32,9 +32,9 @@ def model_digest(
     last 4 KiB of every tensor as they were.
 
     `dummy_device`: the device of dummy weights, if the model has no other weights; different GPUs make different
-    numbers. `quantization`: how weights are stored in memory, if not as in the folder. `activations`: the data type of
-    activations, if the KV cache has another data type. `rotation`: which of config.json's factors LongRoPE uses.
-    `kv_scales`: identifies the divisors of keys and values.
+    numbers. `quantization`: how matrices are stored in memory; None: as numbers of the model's dtype. `activations`:
+    the data type of activations, if the KV cache has another data type. `rotation`: which of config.json's factors
+    LongRoPE uses. `kv_scales`: identifies the divisors of keys and values.
 
     The digest is the SHA-256 over config.json and, for each weight file, its name, its size, its header, 64
     windows of 4 KiB that are spread evenly over the content, and 4 KiB before and after each border between

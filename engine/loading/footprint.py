@@ -34,8 +34,8 @@ each.
 Weights that are rounded to int8 while loading need no minimum."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 GPU_BLOCK_SIZE = 64
-"""The default of `scheduler.block_size` on a GPU, whose copy engine needs blocks of 64 tokens
-(engine/kernels/attention_tuning.py)."""
+"""The default of `scheduler.block_size` on a GPU. The bulk copy engine (TMA) loads a tile of keys from one block, so
+smaller blocks would mean smaller tiles (engine/kernels/attention_tuning.py)."""
 
 
 @dataclass(frozen=True, slots=True)

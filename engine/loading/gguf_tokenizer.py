@@ -234,7 +234,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[Json, bool]:
 def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
     """Every pair that makes a token, the highest score first, since SentencePiece merges in this order.
 
-    Pairs that make the same token are in the order of their own ids, as in transformers' conversion.
+    Among pairs of equal score, the longer first part comes first, as in transformers' conversion.
     """
     ids = {token: token_id for token_id, token in enumerate(tokens)}
     merges = []

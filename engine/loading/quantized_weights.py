@@ -13,8 +13,9 @@ from engine.loading.weights import Shard, WeightSource
 Bits = Literal[4, 8]
 
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Matrices that get 8 bits at least. 4 bits would save little time, since a step reads these matrices only once.
-But they would lose much precision: these matrices distinguish between similar tokens."""
+"""Matrices that are rounded to 8 bits, never to 4. 4 bits would save little time: a step reads the projection only
+once, and few rows of the embeddings. But they would lose much precision: these matrices distinguish between similar
+tokens."""
 
 
 class QuantizedWeights(WeightSource):

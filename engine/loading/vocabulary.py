@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 ROUNDED_BITS = 9.0
 """With `model.quantization` int8 or int4, each value of the projection's matrix takes at most this many bits in the
-kernels' layout, with its share of the scale. Values of the embeddings and of the projection have at least 8 bits."""
+kernels' layout, with its share of the scale. Embeddings and projection are never rounded to fewer than 8 bits."""
 ROUNDED_GROUP_SIZE = 32
 """How many inputs form a group in a matrix that is rounded to int8 or int4."""
 

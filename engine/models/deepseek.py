@@ -17,7 +17,8 @@ from engine.models.mixture import MLP, MixtureBranch
 from engine.models.projections import Columns, Projections, gate_up
 
 LATENT_EPS = 1e-6
-"""The epsilon of the norms of latents; the epsilon in config.json is for all other norms."""
+"""The epsilon of the norms of latents, and of the vectors that queries are projected from. The epsilon in config.json
+is for all other norms."""
 
 
 class LatentHeads:

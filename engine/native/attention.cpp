@@ -3,7 +3,7 @@
 // Keys are visited in tiles with a running softmax (FlashAttention, 2022; Milakov and Gimelshein, 2018). Scores are
 // kept for one tile only, and a tile is visited only if a query sees it. The keys of a request are also cut into
 // ranges, at fixed positions. Ranges are computed separately and then added up in order: by one thread, or by several
-// threads if there are fewer requests and kv heads than threads (Flash-Decoding, 2023). Decodes and chunks visit the
+// threads if one thread alone could work much longer than the others (Flash-Decoding, 2023). Decodes and chunks visit the
 // same tiles of the same ranges, and add up in the same order. So the result of a token depends only on the tokens
 // before it. It does not depend on the number of threads, on the other requests, or on where its chunk begins and ends.
 

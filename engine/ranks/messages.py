@@ -60,7 +60,8 @@ class RankCommands:
     commands: KVConnectorMetadata
     """The commands that rank 0's connector gets at the same time."""
     num_computed: int
-    """How many plans this rank must have computed before: as many as rank 0 had when it sent the commands."""
+    """How many plans this rank must have computed before: as many as rank 0 had when it sent the commands. 0 for
+    commands that are due at once."""
 
 
 @dataclass(frozen=True, slots=True)

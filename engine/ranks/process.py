@@ -192,7 +192,7 @@ class _StepError(Exception):
 
 
 def main(build: Build = build) -> NoReturn:
-    """Serves until Stop. Exit codes: 0 stopped, 1 failed and reported, 2 rank 0 is gone."""
+    """Serves until Stop. Exit codes: 0 if it stopped; otherwise those of engine/ranks/exit_codes.py."""
     end = socket.socket(fileno=int(sys.argv[1]))
     end.set_inheritable(False)
     channel: Channel = RankChannel(end, FROM_RANK, TO_RANK)

@@ -1,7 +1,8 @@
 """RankedPipeline and RemoteConnector: give the engine access to other ranks' steps and connectors.
 
 A rank executes its connector's commands when it has computed as many plans as rank 0 had when it sent the
-commands. So a command for *when the step is computed* waits for this rank's own step.
+commands. So a command for *when the step is computed* waits for this rank's own step. Commands that are due at once
+do not wait.
 """
 
 from collections import deque

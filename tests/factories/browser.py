@@ -35,7 +35,7 @@ os.dup2(reader, 3)
 os.dup2(writer, 4)
 os.execvp(sys.argv[3], sys.argv[3:])
 """
-"""The two file descriptors at which a browser expects its pipe."""
+"""Runs a browser, with its pipe at 3 and 4: the file descriptors at which the browser expects it."""
 
 
 def find_browser() -> str | None:

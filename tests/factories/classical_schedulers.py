@@ -258,7 +258,7 @@ class MiniVLLM(NanoVLLM):
 class Mixed(ClassicalScheduler):
     """Computes prompts first, without a budget. All other running sequences decode in the same step.
 
-    If blocks are missing, the last of these sequences are preempted, as many at once as the others lack
+    If blocks are missing, the last of these sequences are preempted in the same step, until the others have enough
     blocks. The number of slots is that of the chapter's example, since its code has no slots.
     """
 

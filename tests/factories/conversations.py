@@ -141,7 +141,8 @@ TEMPLATES = {
     + GENERATION,
 }
 """Templates by the family that writes calls as text. Each contains the family's markers, and writes calls as
-the family does. A family is the format's name, and behind a space what tells it from others of this format."""
+the family does. A family's name is that of its format. If several families have one format, something
+that distinguishes them follows after a space."""
 
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"

@@ -41,9 +41,10 @@ def thread_s(run: Callable[[], object]) -> float:
 
 
 def expect_cost_in_proportion(prepare: Callable[[int], Callable[[], object]], size: int) -> None:
-    """What `prepare(size)` returns takes no more than three times `size / n` as long as for a small n.
+    """Checks that the work for `size` takes at most 24 times as long as the work for an eighth of it.
 
-    What takes time in proportion to the square takes eight times as long as that.
+    Time in proportion to the size would be 8 times as long, time in proportion to its square 64 times.
+    `prepare(size)` returns the work.
     """
     small_s = whole_s = float("inf")
     for _ in range(TRIES):

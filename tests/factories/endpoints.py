@@ -26,7 +26,7 @@ from tests.factories.fake_cuda import FakeDriver, FakeHost
 NUM_LAYERS, NUM_HEADS, CELL_BYTES, NUM_BLOCKS = 2, 8, 3, 16
 FINGERPRINT = KVFingerprint(2, "model", "uint8", "LKHTD", NUM_LAYERS, NUM_HEADS, CELL_BYTES, 16, 1)
 LATENTS = replace(FINGERPRINT, layout=LATENT_LAYOUT, num_kv_heads=1)
-"""Layout of workers whose ranks all have equal parts."""
+"""Of workers whose ranks all store the same bytes: whole latents."""
 TOKEN = FirstToken(7, None)
 LEASE_S, LOAD_TIMEOUT_S = 2.0, 8.0
 CONFIG = KVTransferConfig(
@@ -49,7 +49,7 @@ class ScriptedNetwork(Network):
         """Changes a header sent from this address."""
         self.delay_s = 0.0
         self.num_payloads_to_lose = 0
-        """The next messages with bytes, this many, arrive without their bytes."""
+        """How many of the next messages with bytes arrive without their bytes."""
         self.sent: list[tuple[str, bytes]] = []
         """Every header as it was encoded, with its destination. Lost messages are included."""
 

@@ -1,9 +1,9 @@
 """Triton's interpreter without what takes most of its time and changes no number. Import this where kernels are
 interpreted; it is never undone.
 
-Triton replaces its language anew for every launch, and describes every value's type anew. It finds anew for every
-operation what becomes of operands of two types and shapes, which is nothing for most. It also computes which sums of
-integers overflow, though it looks at the answer only when it debugs.
+For every launch, Triton replaces the functions of its language again. For every value, it describes the type again.
+For every operation, it decides to which type and shape both operands are converted, although most operands need no
+conversion. It also computes which sums of integers overflow, but uses the answer only when it debugs.
 """
 
 import math
@@ -65,7 +65,7 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def _patch_attr_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """Without the check of builtins whether they have a `_semantic`, which they are given here."""
+    """Like `_patch_attr`. But a builtin does not check whether it got a `_semantic`, since it always gets one here."""
     if getattr(member, "__code__", None) is not _CHECK_OF_BUILTINS:
         _patch_attr(obj, name, member, builder, scope)
         return
@@ -98,7 +98,7 @@ def _broadcast_operands(
     arithmetic_check: bool = True,
     div_or_mod: bool = False,
 ) -> Any:
-    """Two numbers of one type keep it, and so do a pointer and an integer that is added to it."""
+    """Converts only shapes if both operands have one type, or if one is a pointer to which an integer is added."""
     if type(lhs) is tl.tensor and type(rhs) is tl.tensor and not div_or_mod:
         left, right = lhs.dtype, rhs.dtype
         if (

@@ -108,7 +108,7 @@ def make_gguf(
 
 
 def _with_stacks(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """A folder's tensors, but one for each matrix of all experts of a layer."""
+    """A folder's tensors. Those of a layer's experts are stacked: one tensor of gates, one of ups, one of downs."""
     stacks: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in load_file(model / "model.safetensors").items():
         if match := EXPERT.fullmatch(name):
@@ -254,7 +254,7 @@ def _yarn(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary_dim(config: dict[str, Any], rope: dict[str, Any]) -> int | None:
-    """Converters of families that rotate whole heads may leave it out."""
+    """How many numbers of a head are rotated. None if all are: some converters then leave this field out."""
     if (share := rope.get("partial_rotary_factor")) is None:
         return None
     return int(share * (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]))

@@ -39,7 +39,7 @@ def begin(
 def begun(
     transport: str, num_tokens: int, num_producers: int = 1, num_consumers: int = 1
 ) -> tuple[Fabric, Worker, Worker]:
-    """Two workers with so many ranks. One has the KV of a prompt in its blocks, and both know of the hand-over `r`."""
+    """Two workers with these numbers of ranks. One has a prompt's KV in its blocks; both know of the hand-over `r`."""
     fabric = Fabric(transport)
     prefill, decode = fabric.add("p0", num_producers), fabric.add("d0", num_consumers)
     prefill.compute(num_tokens)
