@@ -6,8 +6,8 @@ are already resident, if there is room, and have loaded data that does not depen
 
 A kernel that is launched this way must call `wait_for_former` in every program: before it stores anything, and before
 it loads anything that the previous kernel may have written. A kernel lets the next kernel start only after it has
-itself waited for the previous kernel. So when a kernel starts, all kernels before the previous kernel have ended, and it may
-load what the previous kernel does not write. Kernels that are launched normally, such as torch's, begin when all
+itself waited for the previous kernel. So when a kernel starts, all kernels before the previous kernel have ended, and
+it may load what the previous kernel does not write. Kernels that are launched normally, such as torch's, begin when all
 earlier kernels have ended.
 
 The kernel after attention starts normally: attention calls `wait_for_former` with NEXT_STARTS_EARLY=False. A

@@ -32,7 +32,7 @@ class Scrape:
 
 
 def read_url(url: str, accept: str = "") -> str:
-    """Reads a URL. This blocks, and fails after ten seconds."""
+    """Reads a URL. This blocks, and fails after a minute without data."""
     request = urllib.request.Request(url, headers={"accept": accept} if accept else {})
     with urllib.request.urlopen(request, timeout=60) as answer:
         body: bytes = answer.read()

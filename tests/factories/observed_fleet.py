@@ -63,7 +63,7 @@ def worker(
 
 
 def fleet(prefill: int = 1, decode: int = 1, *, busy: bool = False, **observed: Any) -> Observation:
-    """Workers that serve. They are idle, or a third full."""
+    """Workers that serve. If `busy`, each prefill worker has one running request, each decode worker ten."""
     names = iter(range(100))
     workers = [
         *(worker(f"w{next(names)}", WorkerRole.PREFILL, running=int(busy)) for _ in range(prefill)),

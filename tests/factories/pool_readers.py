@@ -199,7 +199,7 @@ class Owner(AbstractContextManager["Owner"]):
 
 
 class DeviceOwner(AbstractContextManager["DeviceOwner"]):
-    """The same for a pool on a pretended device in this process. It can be read without its owner."""
+    """Like `Owner`, for a pool on a pretended device in this process. Readers need no answers of the owner."""
 
     def __init__(self, nbytes: int, seed: int) -> None:
         self._pool = device_array(nbytes)

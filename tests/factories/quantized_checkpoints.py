@@ -226,7 +226,7 @@ def rounded(
 def spread(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
 ) -> torch.Tensor:
-    """Spreads the numbers of groups over the inputs."""
+    """The numbers of a matrix: each value with the scale and the zero point of its group."""
     columns = [
         (values[:, i] - zeros[:, group]) * scales[:, group].float() for i, group in enumerate(groups.tolist())
     ]
@@ -296,4 +296,4 @@ KINDS: dict[str, Kind] = {
     ),
 }
 IN_GROUPS = [name for name in KINDS if "fp8" not in name and "act-order" not in name]
-"""Kinds whose matrices keep their bits on a CPU."""
+"""Kinds whose matrices are not converted to wider numbers on a CPU."""

@@ -1,4 +1,4 @@
-"""The two ends of a worker's request plane, each driven by hand: a gateway's socket, and the engine's place."""
+"""The two ends of a worker's request plane, each driven by hand: a gateway's socket, and a stand-in for the engine."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ def running_server(
     status: Callable[[], WorkerStatus] = lambda: STATUS,
     clock: Clock | None = None,
 ) -> Iterator[RequestServer]:
-    """A worker's end. It may be stopped before."""
+    """A worker's end. A test may stop it before the block ends."""
     server = RequestServer(network, KEYS.request, "incarnation-1", status, clock or SystemClock())
     server.start(engine)
     try:

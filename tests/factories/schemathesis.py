@@ -17,7 +17,7 @@ CHECKS = (
     "missing_required_header",
     "unsupported_method",
 )
-"""All checks but `positive_data_acceptance`: a schema cannot say that two fields contradict each other, or
+"""`positive_data_acceptance` is not among them: a schema cannot say that two fields contradict each other, or
 which model is served."""
 
 

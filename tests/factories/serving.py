@@ -22,7 +22,7 @@ from gateway.client import GatewayClient
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
-"""The time limit for a start. It is also enough for a command that fails while it starts, on a busy
+"""The time limit for a stop. It is also enough for a command that fails while it starts, on a busy
 machine."""
 COMMAND = [sys.executable, "-P", "-m", "cli.main"]
 """Like the installed command, it imports nothing from the current folder."""

@@ -63,7 +63,7 @@ class SideBySide:
     ) -> None:
         """Adds a request. `prompt` has its tokens, or their number.
 
-        The gateway counts `max_model_len` into `max_tokens`.
+        For `max_model_len`, our scheduler's request has a lower `max_tokens`, as from the gateway.
         """
         tokens = [100 + crc32(name.encode()) % 50_000] * prompt if isinstance(prompt, int) else list(prompt)
         self.model.add(Sequence(name, list(tokens), max_tokens, ignore_eos, max_model_len))

@@ -17,7 +17,7 @@ def strangers(port: int | None, number: int, say: bytes = b"") -> Iterator[list[
 
 
 def is_closed(stranger: socket.socket) -> bool:
-    """Reads what was answered, too."""
+    """Whether the server has closed the connection. Reads and drops what the server sent before."""
     stranger.setblocking(False)
     try:
         while stranger.recv(65536):

@@ -27,7 +27,7 @@ def make_step(
 ) -> StepTrace:
     """Makes a step that takes 10 ms; steps follow one another without a gap.
 
-    `scheduled` has three numbers by request: tokens, tokens computed before, and perhaps sampled tokens.
+    `scheduled` has two or three numbers by request: tokens, tokens computed before, and perhaps sampled tokens.
     """
     shares = {request_id: Share(*counts) for request_id, counts in (scheduled or {}).items()}
     defaults: dict[str, Any] = {
@@ -95,8 +95,8 @@ PREEMPTED = make_trace(
     ],
     end=TraceEnd.OPEN,
 )
-"""A request loses its blocks twice. Once they return from host memory. Then it computes what the cache has
-lost."""
+"""A request loses its blocks twice. The first time, they return from host memory. The second time, it computes
+again what the cache no longer has."""
 
 HANDED_OVER = (
     make_trace(

@@ -69,8 +69,8 @@ def honest(frame: Frame) -> list[Frame]:
 class Wire:
     """A producer and a consumer, joined by a queue that a test may change. Block contents are plain numbers.
 
-    With `transport` SHARED_MEMORY, the consumer reads the producer's blocks when `finish_reads` is called.
-    With `reads_at_once`, it reads them at once.
+    With `transport` SHARED_MEMORY, the consumer reads the producer's blocks at once; or when `finish_reads` is
+    called, if a test sets `reads_at_once` to False.
     """
 
     def __init__(

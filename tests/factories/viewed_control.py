@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 class ViewedControl:
-    """Answers each question with the next of `answers`, and raises an error among them; waits while there is none."""
+    """Answers each question with the next of `answers`: returns a view, raises an error. Waits while none is left."""
 
     def __init__(self, *answers: FleetView | ClusterError) -> None:
         self.answers: asyncio.Queue[FleetView | ClusterError] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""An event loop in virtual time that a test can stop. For code that waits for no socket and no thread."""
+"""An event loop in virtual time. A test can make it stand still. For code that waits for no socket and no thread."""
 
 import asyncio
 import selectors

@@ -68,8 +68,7 @@ def say(value: object) -> None:
 def bind_to(ports: Sequence[int]) -> None:
     """Makes the worker bind these ports.
 
-    Workers always bind to port 0. A restart on the ports of its predecessor is chance, which this function
-    arranges.
+    Otherwise, workers bind to port 0: then a restarted worker gets the ports of its predecessor only by chance.
     """
     if not ports:
         return

@@ -195,7 +195,7 @@ def _insert_header(data: bytes, rng: random.Random) -> bytes:
 
 
 def _nest(data: bytes, rng: random.Random) -> bytes:
-    """Arrays within arrays. Each claims as many items as there are bytes."""
+    """Arrays within arrays. Each claims one item, or about as many items as there are bytes."""
     depth = rng.choice((3, 60, 500, 2_000))
     claim = b"\xdd" + struct.pack(">I", rng.choice((1, len(data), len(data) + 5 * depth - 1)))
     return claim * depth + data
@@ -238,7 +238,7 @@ def long_text(rng: random.Random) -> str:
 
 
 def odd_fingerprint(rng: random.Random, fingerprint: KVFingerprint) -> KVFingerprint:
-    """Another one in the two numbers that may differ; perhaps in numbers that no fingerprint can have."""
+    """The fingerprint with other values of the two fields that may differ; some values no fingerprint can have."""
     odd = replace(fingerprint)
     for name in ("block_size", "num_ranks"):
         object.__setattr__(odd, name, rng.choice((0, -1, 1, 2, 3, 16, 32, 2**40)))
