@@ -236,14 +236,13 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[list[str]]:
 
     Among pairs of equal score, the longer first part comes first, as in transformers' conversion.
     """
-    ids = {token: token_id for token_id, token in enumerate(tokens)}
-    merges = []
-    for token, score in zip(tokens, scores, strict=True):
-        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = sorted(
-            (ids[left], ids[right], left, right) for left, right in pairs if left in ids and right in ids
-        )
-        merges += [(score, len(left), len(right), left, right) for _, _, left, right in known]
+    known = set(tokens)
+    merges = [
+        (score, len(left), len(right), left, right)
+        for token, score in zip(tokens, scores, strict=True)
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in known and right in known
+    ]
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     return [[left, right] for *_, left, right in merges]
 
