@@ -23,8 +23,8 @@ class PromptRows:
 def prompt_rows_of(
     request_id: str, prompt_N: IntArray, params: SamplingParams, first_row: int, first: int, end: int
 ) -> PromptRows | None:
-    """The rows of a chunk with the prompt's tokens from `first` to `end`; None if no log-probabilities are wanted, or
-    if no token of the prompt follows the first row."""
+    """The rows of a chunk with the prompt's tokens from `first` to `end`. None if no log-probabilities are wanted, or
+    if the prompt has no token after position `first`."""
     if params.prompt_logprobs is None or first + 1 >= len(prompt_N):
         return None
     return PromptRows(request_id, first_row, first + 1, prompt_N[first + 1 : end + 1], params.prompt_logprobs)

@@ -82,8 +82,8 @@ class LoadBlocks:
     first_index: int
     block_ids: tuple[int | None, ...]
     may_be_postponed: bool = True
-    """False: the prompt is known to be complete, since it has arrived on another rank. So this rank's producer only
-    seems to be stuck."""
+    """False: the load continues even if the producer reports that it is stuck (`Opened.is_stuck`). Another rank
+    transfer of this hand-over has arrived, so the prompt is complete."""
 
 
 @dataclass(frozen=True, slots=True)

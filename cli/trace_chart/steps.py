@@ -67,8 +67,8 @@ class Row:
     preempted: tuple[int, ...]
     """Columns in which the request lost its blocks."""
     end: tuple[int, FinishReason] | None
-    """The column at whose beginning the request's end is drawn, which may be one past the last column, and the reason
-    for the end. None if the request does not end."""
+    """The request's end: the column at whose beginning it is drawn, and the reason. The column may be one past the last
+    column. None if the request does not end."""
 
 
 @dataclass(frozen=True, slots=True)

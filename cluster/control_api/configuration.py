@@ -84,9 +84,9 @@ def differences(
     """One line for each key whose two values mean different fleets. `places`: the words after each value.
 
     The sections `gateway` and `logging`, addresses and the initial numbers of workers may differ. `is_one_file`:
-    `there` and `here` are versions of one command's file. Then only the initial numbers of workers, and keys that only
-    gateways use, may differ. `only_set` compares only keys that are set in `here`, and skips keys that concern only one
-    command.
+    `there` and `here` are two versions of one command's configuration file. Then only the initial numbers of workers,
+    and keys that only gateways use, may differ. `only_set` compares only keys that are set in `here`, and skips keys
+    that concern only one command.
     """
     found = []
     may_differ = _COUNTS if is_one_file else _ADDRESSES | _COUNTS

@@ -118,8 +118,8 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
     """Starts a new fleet in this driver's namespace; its controller begins to start the workers.
 
     Raises ClusterError if a fleet of this name exists. If two commands run at the same time, Ray gives the controller's
-    name to only one of them. A command starts nothing else before it has this name. Also raises ClusterError, and ends
-    the new fleet, if Ray cannot store who owns it.
+    name to only one of them. Until its controller has this name, a command starts nothing else. Also raises
+    ClusterError, and ends the new fleet, if Ray cannot store who owns it.
     """
     actor = as_actor(
         ControllerActor,

@@ -66,7 +66,7 @@ class RemoteConnector:
     def send_commands(self, metadata: KVConnectorMetadata | None) -> None:
         """Sends the commands that are due at once.
 
-        It does not wait until reads of blocks have ended, since the rank executes the commands before its next step.
+        It does not wait until blocks are withdrawn, since the rank withdraws them before its next step.
         """
         if metadata is not None and metadata.at_once:
             self._send(KVConnectorMetadata(metadata.at_once, (), ()), num_computed=0)

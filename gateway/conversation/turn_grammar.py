@@ -2,10 +2,11 @@
 
 It depends on the tool choice:
 
-    required, named     only calls
-    auto                any text until a call begins; the grammar guides the call
-    none                any text without a call
-    a response format   text that matches it, or calls instead of the text
+    required, named   only calls
+    auto              any text until a call begins; the grammar guides the call
+    none              any text without a call
+
+With a response format, any text must match it. With `auto`, the turn is then either such a text or calls.
 
 If calls are required or a tool is strict, arguments match their schema. Otherwise they are any JSON object.
 """

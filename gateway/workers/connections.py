@@ -110,7 +110,8 @@ class WorkerConnections:
                 )
 
     async def wait_for_role(self, name: str, role: WorkerRole) -> None:
-        """Returns once the worker reports this role, or is lost or unknown."""
+        """Returns once the worker reports this role. Also returns if the worker is lost or unknown, or has sent no
+        heartbeat yet."""
         while (client := self.client(name)) and client.status and not client.is_lost:
             if client.status.role is role:
                 return

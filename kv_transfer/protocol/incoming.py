@@ -126,7 +126,7 @@ class IncomingTransfer:
     awaits_can_load: bool = False
     """Our scheduler waits for the `CanLoad` of this postponed load."""
     may_be_postponed: bool = True
-    """False: the producer's other ranks have completed the prompt, so this rank of it only seems to be stuck."""
+    """See LoadBlocks."""
 
     def move_to(self, state: IncomingState) -> None:
         assert state in MOVES[self.state], f"{self.key}: {self.state.name} -> {state.name}"

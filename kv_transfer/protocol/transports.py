@@ -35,8 +35,8 @@ class TransportOffer:
 
 
 RETRY_S = 30.0
-"""Time until a failed transport is tried again. Without a retry, a peer with constant traffic would never use the
-transport again."""
+"""Time until a failed transport is tried again. Without a retry, the consumer would never use it with this producer
+again."""
 ONLY_RETRY_S = 1.0
 """The same time if the failed transport is the consumer's only one."""
 
