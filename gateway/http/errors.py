@@ -17,6 +17,7 @@ from starlette.types import Scope
 from baton.errors import (
     BatonError,
     DeadlineTooClose,
+    GatewayStopping,
     InvalidRequest,
     Overloaded,
     RateLimited,
@@ -78,6 +79,8 @@ def headers_of(error: BatonError) -> Mapping[str, str]:
         return {"www-authenticate": "Bearer"}
     if isinstance(error, RequestAborted | DeadlineTooClose):
         return {"x-should-retry": "false"}
+    if isinstance(error, GatewayStopping):
+        return {"retry-after": "1"}
     if not isinstance(error, Overloaded):
         return {}
     return {

@@ -80,7 +80,7 @@ def test_requests_that_do_not_end_in_time_get_an_error(
                 await under_test.gateway.stop(grace_s=0.0)
                 assert STOPS in "".join([event async for event in events])
             refused = await asking
-            assert refused.status_code == 503
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert refused.json()["error"]["message"] == STOPS
             assert under_test.dispatcher.num_in_flight == 0
 
