@@ -87,3 +87,9 @@ _CODES: dict[type[BaseException], ErrorCodes] = {
 def codes_of(error: BaseException) -> ErrorCodes:
     """The row of the error's class or of its nearest base class that has a row, else INTERNAL."""
     return next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), _INTERNAL)
+
+
+def name_of(error: BaseException) -> str:
+    """The name that clients and metrics see: that of the class whose row `codes_of` returns, else of the error's own
+    class."""
+    return next((kind for kind in type(error).__mro__ if kind in _CODES), type(error)).__name__

@@ -17,7 +17,7 @@ from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.callers import current_caller
 from gateway.call_ids import TraceContext, is_well_formed, offered_id, request_id_for, trace_context_from
-from gateway.error_codes import codes_of
+from gateway.error_codes import codes_of, name_of
 from gateway.grpc.authentication import admit
 from gateway.grpc.status import NO_SUCH_METHOD, REQUEST_ID, Context, abort_call
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
@@ -269,7 +269,7 @@ def _call_error(error: Exception, name: str, request_id: str) -> CallError:
     caller = current_caller.get(None)
     return CallError(
         api="grpc",
-        error=INTERNAL_ERROR if codes_of(error).is_internal else type(error).__name__,
+        error=INTERNAL_ERROR if codes_of(error).is_internal else name_of(error),
         caller=None if caller is None else caller.name,
         call=name,
         request_id=request_id,

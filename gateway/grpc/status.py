@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2 as details_pb
 from google.rpc import status_pb2
 
 from baton.errors import InvalidRequest, Overloaded
-from gateway.error_codes import INTERNAL_MESSAGE, codes_of
+from gateway.error_codes import INTERNAL_MESSAGE, codes_of, name_of
 
 DOMAIN = "baton"
 """The domain of the reasons in `google.rpc.ErrorInfo`."""
@@ -57,10 +57,10 @@ async def abort_call(context: Context, error: Exception, request_id: str, offere
 
 
 def reason_of(error: Exception, code: grpc.StatusCode) -> str:
-    """The name of the error's class in capitals, as ErrorInfo requires: INVALID_REQUEST."""
+    """The error's name in capitals, as ErrorInfo requires: INVALID_REQUEST."""
     if code is grpc.StatusCode.INTERNAL:
         return "INTERNAL"
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name_of(error)).upper()
 
 
 def _details(error: Exception, code: grpc.StatusCode, message: str, request_id: str) -> Iterator[Message]:

@@ -5,7 +5,8 @@ from http import HTTPStatus
 import pytest
 
 from baton import errors
-from gateway.error_codes import codes_of
+from gateway.error_codes import codes_of, name_of
+from gateway.grpc.status import reason_of
 
 KINDS = [
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BatonError)
@@ -22,3 +23,15 @@ def test_both_protocols_agree_which_errors_are_internal(kind: type[errors.BatonE
 
 def test_unexpected_errors_are_internal() -> None:
     assert codes_of(ZeroDivisionError()).is_internal
+
+
+def test_clients_and_metrics_see_the_names_of_the_table_only() -> None:
+    """Not those of their subclasses, which one part of Baton tells another."""
+
+    class CallNotSent(errors.ClusterError):
+        pass
+
+    for error in (errors.FleetEnded("over"), CallNotSent("no connection"), errors.ClusterError("busy")):
+        assert name_of(error) == "ClusterError"
+        assert reason_of(error, codes_of(error).grpc) == "CLUSTER_ERROR"
+    assert name_of(errors.UnknownWorker("x")) == "UnknownWorker", "a row of its own"
