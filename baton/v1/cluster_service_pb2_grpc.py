@@ -84,7 +84,8 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """Sends the description of the cluster at once, and again after every change, until the caller ends the call.
+        """Sends the description of the cluster at once, and again after every change, until the caller ends the call. After an
+        hour, or when the gateway stops, the call ends with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

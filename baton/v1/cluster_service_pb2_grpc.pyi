@@ -36,7 +36,9 @@ class ClusterServiceStub:
     DescribeCluster: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]
     """Describes the cluster. Values of a worker are those of its last heartbeat."""
     WatchCluster: _grpc.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]
-    """Sends the description of the cluster at once, and again after every change, until the caller ends the call."""
+    """Sends the description of the cluster at once, and again after every change, until the caller ends the call. After an
+    hour, or when the gateway stops, the call ends with UNAVAILABLE.
+    """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]
     """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
     workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
@@ -69,7 +71,9 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     DescribeCluster: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DescribeClusterRequest, _cluster_service_pb2.DescribeClusterResponse]  # type: ignore[assignment]
     """Describes the cluster. Values of a worker are those of its last heartbeat."""
     WatchCluster: _aio.UnaryStreamMultiCallable[_cluster_service_pb2.WatchClusterRequest, _cluster_service_pb2.WatchClusterResponse]  # type: ignore[assignment]
-    """Sends the description of the cluster at once, and again after every change, until the caller ends the call."""
+    """Sends the description of the cluster at once, and again after every change, until the caller ends the call. After an
+    hour, or when the gateway stops, the call ends with UNAVAILABLE.
+    """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.DrainWorkerRequest, _cluster_service_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Removes a worker permanently. The worker accepts no new requests; its running requests finish or move to other
     workers; then its process ends. Answers when the process has ended. NOT_FOUND lists the existing workers;
@@ -111,7 +115,9 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_service_pb2.WatchClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cluster_service_pb2.WatchClusterResponse], _abc.AsyncIterator[_cluster_service_pb2.WatchClusterResponse]]:
-        """Sends the description of the cluster at once, and again after every change, until the caller ends the call."""
+        """Sends the description of the cluster at once, and again after every change, until the caller ends the call. After an
+        hour, or when the gateway stops, the call ends with UNAVAILABLE.
+        """
 
     @_abc_1.abstractmethod
     def DrainWorker(
