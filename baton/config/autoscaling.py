@@ -44,9 +44,10 @@ class AutoscalingConfig(Section):
     shrink_after_s: float = Field(300.0, ge=0.0)
     """How long all targets of a role must be met with room to spare before the role loses a worker."""
     grow_cooldown_s: float = Field(30.0, ge=0.0)
-    """After a change, once its new workers serve, a role does not grow again for this long."""
+    """After a change, once its new workers serve, a role does not grow again for this long, and gives no worker to the
+    other role."""
     shrink_cooldown_s: float = Field(120.0, ge=0.0)
-    """After a change, once its new workers serve, a role does not shrink for this long."""
+    """After a change, once its new workers serve, no worker of the role is removed for this long."""
 
     @property
     def latency_window_s(self) -> float:
