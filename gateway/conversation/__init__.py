@@ -27,6 +27,7 @@ from gateway.conversation.messages import (
     has_system_texts,
     results_in_order,
     stricter_forms,
+    with_descriptions,
     with_system_first,
 )
 
@@ -58,5 +59,6 @@ __all__ = [
     "has_system_texts",
     "results_in_order",
     "stricter_forms",
+    "with_descriptions",
     "with_system_first",
 ]

@@ -160,18 +160,7 @@ def one_call_per_turn(messages: Messages) -> Messages:
 
 
 def stricter_forms(conversation: Conversation) -> Iterator[Conversation]:
-    """Yields forms of the conversation for templates that refuse the conversation itself. In the last ones, each tool
-    has a description, which may be empty: Hermes's template wants one."""
-    yield from _stricter_messages(conversation)
-    if any(tool.description is None for tool in conversation.tools):
-        tools = (replace(tool, description=tool.description or "") for tool in conversation.tools)
-        described = replace(conversation, tools=tuple(tools))
-        yield described
-        yield from _stricter_messages(described)
-
-
-def _stricter_messages(conversation: Conversation) -> Iterator[Conversation]:
-    """Yields forms of the conversation with other messages.
+    """Yields forms of the conversation for templates that refuse the conversation itself; each has other messages.
 
     Forms with one call per turn come last, because the models wrote several calls in one turn. Llama 3's template wants
     them.
@@ -181,6 +170,14 @@ def _stricter_messages(conversation: Conversation) -> Iterator[Conversation]:
     if split.messages != conversation.messages:
         yield split
         yield from _joined_forms(split)
+
+
+def with_descriptions(conversation: Conversation) -> Conversation:
+    """The conversation, with an empty description for each tool that has none. Hermes's template wants one."""
+    if all(tool.description is not None for tool in conversation.tools):
+        return conversation
+    tools = (replace(tool, description=tool.description or "") for tool in conversation.tools)
+    return replace(conversation, tools=tuple(tools))
 
 
 def _joined_forms(conversation: Conversation) -> Iterator[Conversation]:

@@ -1,4 +1,4 @@
-"""run_within: a time limit for Python code that might never end."""
+"""run_within: a time limit for Python code that might never end; and TookTooLong, which ends this code."""
 
 import ctypes
 import threading
@@ -8,9 +8,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class _TookTooLong(BaseException):
-    """Ends code that runs too long. It is a BaseException, so that handlers of Exception in this code do not catch
-    it."""
+class TookTooLong(BaseException):
+    """Ends code that runs too long. It is a BaseException, so that handlers of Exception in this code do not catch it.
+
+    Code may catch it only to end at once, with a result or an error of its own.
+    """
 
 
 def run_within(timeout_s: float, work: Callable[[], T]) -> T:
@@ -27,7 +29,7 @@ def run_within(timeout_s: float, work: Callable[[], T]) -> T:
         with lock:
             if not is_over:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread_id), ctypes.py_object(_TookTooLong)
+                    ctypes.c_ulong(thread_id), ctypes.py_object(TookTooLong)
                 )
 
     timer = threading.Timer(timeout_s, interrupt)
@@ -40,5 +42,5 @@ def run_within(timeout_s: float, work: Callable[[], T]) -> T:
             timer.cancel()
             with lock:
                 is_over = True
-    except _TookTooLong:
+    except TookTooLong:
         raise TimeoutError(f"it took longer than {timeout_s:g} s") from None

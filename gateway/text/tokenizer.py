@@ -1,7 +1,9 @@
 """Tokenizer: the tokenizer and chat template of a model folder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,12 @@ from gateway.conversation import (
     has_system_texts,
     results_in_order,
     stricter_forms,
+    with_descriptions,
     with_system_first,
 )
 from gateway.conversation.checks import check_num_values
 from gateway.text.plain_tokenizer import PlainTokenizer
+from gateway.text.time_limit import TookTooLong
 from gateway.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
@@ -117,8 +121,10 @@ class Tokenizer:
         Some templates refuse what agents send, such as system messages in mid-conversation. Then messages are joined
         until the template accepts them. If a template leaves out such a system message, all system messages come first.
 
-        The template is a program by the model's author; it runs in transformers' sandbox. The template's exceptions
-        become an InvalidRequest that names `chat`. The calling code must limit the template's time.
+        The template is a program by the model's author; it runs in transformers' sandbox. If the template accepts no
+        form, an InvalidRequest that names `chat` has the reason for which it refused the conversation itself. The
+        calling code must limit the template's time by run_within. TookTooLong passes through only if the template has
+        neither accepted nor refused the conversation until then.
         """
         if self.answer_format is None:
             raise InvalidRequest(
@@ -126,27 +132,15 @@ class Tokenizer:
             )
         check_num_values(conversation.messages)
         conversation = results_in_order(conversation)
-        text = self._accepted(self.answer_format, conversation, add_generation_prompt)
+        render = partial(self._rendered, self.answer_format, add_generation_prompt=add_generation_prompt)
+        text = _accepted(render, conversation)
         if has_system_texts(conversation, text):
             return text
-        with suppress(InvalidRequest):
-            moved = self._accepted(self.answer_format, with_system_first(conversation), add_generation_prompt)
+        with suppress(InvalidRequest, TookTooLong):
+            moved = _accepted(render, with_system_first(conversation))
             if has_system_texts(conversation, moved):
                 return moved
         return text
-
-    def _accepted(
-        self, answer_format: AnswerFormat, conversation: Conversation, add_generation_prompt: bool
-    ) -> str:
-        """The conversation, or its first stricter form that the template accepts."""
-        forms = stricter_forms(conversation)
-        while True:
-            try:
-                return self._rendered(answer_format, conversation, add_generation_prompt)
-            except InvalidRequest:
-                if (stricter := next(forms, None)) is None:
-                    raise
-            conversation = stricter
 
     def _rendered(
         self, answer_format: AnswerFormat, conversation: Conversation, add_generation_prompt: bool
@@ -161,6 +155,45 @@ class Tokenizer:
                 "chat", f"the model's chat template refused the conversation: {error}"
             ) from error
         return _in_whole_characters(str(text))
+
+
+def _accepted(render: Callable[[Conversation], str], conversation: Conversation) -> str:
+    """The conversation as text, or its first stricter form that the template accepts. If there is none, or if the time
+    limit ends the search, raises the first refusal.
+
+    Gives the tools descriptions only if this changes the reason of a refusal, and tries this once for each reason.
+    """
+    refusals: list[InvalidRequest] = []
+
+    def text_of(form: Conversation) -> str | None:
+        try:
+            return render(form)
+        except InvalidRequest as refusal:
+            refusals.append(refusal)
+            return None
+
+    def candidates() -> Iterator[Conversation]:
+        reasons, are_described = set[str](), False
+        for form in chain([conversation], stricter_forms(conversation)):
+            described = with_descriptions(form)
+            yield described if are_described else form
+            reason = str(refusals[-1])
+            if described is not form and not are_described and reason not in reasons:
+                yield described
+                are_described = str(refusals[-1]) != reason
+                reasons.add(reason)
+
+    try:
+        for form in candidates():
+            if (text := text_of(form)) is not None:
+                return text
+        raise refusals[0]
+    except TookTooLong:
+        if not refusals:
+            raise
+        raise refusals[0] from None
+    finally:
+        refusals.clear()  # so that no circle of references keeps the conversation
 
 
 def _in_whole_characters(text: str) -> str:

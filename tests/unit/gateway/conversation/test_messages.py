@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from gateway.conversation import ChatMessage, ToolCall, stricter_forms
+from gateway.conversation import ChatMessage, ToolCall, stricter_forms, with_descriptions
 from gateway.conversation.messages import one_call_per_turn
 from tests.factories.conversations import ASKED, SEARCH, WEATHER
 from tests.factories.costs import expect_cost_in_proportion
@@ -98,14 +98,11 @@ def test_a_result_follows_its_call_though_another_turn_with_a_call_came_in_betwe
     assert split == (USER, CALL, found, other, lost, late, ANSWER)
 
 
-def test_in_the_last_forms_each_tool_has_a_description() -> None:
-    asked = replace(ASKED, messages=(USER, USER), tools=(WEATHER, SEARCH))
-    (joined, described, both) = stricter_forms(asked)
+def test_each_tool_gets_a_description_if_it_has_none() -> None:
+    asked = replace(ASKED, tools=(WEATHER, SEARCH))
 
-    assert joined.tools == asked.tools
-    assert described.messages == asked.messages
-    assert both.messages == joined.messages
-    assert described.tools == both.tools == (WEATHER, replace(SEARCH, description=""))
+    assert with_descriptions(asked) == replace(asked, tools=(WEATHER, replace(SEARCH, description="")))
+    assert with_descriptions(replace(ASKED, tools=(WEATHER,))) == replace(ASKED, tools=(WEATHER,))
 
 
 def test_thousands_of_long_messages_take_little() -> None:
