@@ -25,6 +25,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 package for others than tokenizer.json."""
 MAX_SHOWN = 12
 """A message names at most this many files."""
+COMPARED_BYTES = 2**24
+"""Two tensors are compared in pieces of this size."""
 
 
 def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
@@ -126,12 +128,31 @@ class TensorEntry(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """The tensors of a folder's safetensors files, by name; ModelError if a file is missing or damaged."""
-    return {
-        name: entry
-        for file in indexed_files(folder)
-        for name, entry in read_safetensors_header(folder / file).items()
-    }
+    """The tensors of a folder's safetensors files, by name; ModelError if a file is missing or damaged, or if two files
+    have different tensors of one name. vLLM and transformers would silently use the tensor of the last file."""
+    tensors: dict[str, TensorEntry] = {}
+    for file in indexed_files(folder):
+        for name, entry in read_safetensors_header(folder / file).items():
+            first = tensors.setdefault(name, entry)
+            if first is not entry and not _are_equal(first, entry):
+                raise ModelError(
+                    f"{folder}: the tensor {name} of {first.file.name} differs from that of {entry.file.name}; the "
+                    "files may be of different models: download them again, or keep this tensor in one of them"
+                )
+    return tensors
+
+
+def _are_equal(first: TensorEntry, second: TensorEntry) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    if first._replace(file=second.file, offset=second.offset) != second:
+        return False
+    with first.file.open("rb") as one, second.file.open("rb") as other:
+        one.seek(first.offset)
+        other.seek(second.offset)
+        sizes = (
+            min(COMPARED_BYTES, first.num_bytes - at) for at in range(0, first.num_bytes, COMPARED_BYTES)
+        )
+        return all(one.read(size) == other.read(size) for size in sizes)
 
 
 def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:

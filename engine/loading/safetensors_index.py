@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.errors import ModelError
-from engine.loading.model_files import TensorEntry, read_safetensors_header, weight_files
+from engine.loading.model_files import TensorEntry, stored_tensors, weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of plain numbers."""
@@ -73,12 +73,15 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the index of a model folder; ModelError names a missing or damaged file."""
-        tensors: dict[str, StoredTensor] = {}
+        """Reads the index of a model folder; ModelError names a missing or damaged file, or a tensor of which the files
+        have several."""
         for file in weight_files(path):
             open_safetensors(file).__exit__(None, None, None)
-            for name, entry in read_safetensors_header(file).items():
-                tensors.update(_parts_of(name, entry))
+        tensors: dict[str, StoredTensor] = {}
+        for name, entry in stored_tensors(path).items():
+            for part_name, part in _parts_of(name, entry):
+                if tensors.setdefault(part_name, part) is not part:
+                    raise ModelError(f"{path}: {part_name} is both a tensor and a part of a stacked tensor")
         return cls(path, tensors)
 
     @property

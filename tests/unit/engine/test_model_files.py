@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from baton.errors import ModelError
-from engine.loading.model_files import gguf_file, indexed_files, read_safetensors_header
+from engine.loading.model_files import gguf_file, indexed_files, read_safetensors_header, stored_tensors
 from engine.loading.safetensors_index import CheckpointIndex
 from engine.model_config import read_json
 
@@ -89,6 +91,37 @@ def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: str) -> N
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(ModelError, match=rf"index\.json: '{name}' is not a file of this folder"):
         indexed_files(tmp_path)
+
+
+def _save_in_two_files(folder: Path, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    save_file(first, folder / "a.safetensors")
+    save_file(second, folder / "b.safetensors")
+    weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor([0, 1, 3]), torch.tensor([[0, 1, 2]]), torch.tensor([0.0, 1.0, 2.0])]
+)
+def test_different_tensors_of_one_name_are_refused(tmp_path: Path, other: torch.Tensor) -> None:
+    _save_in_two_files(tmp_path, {"x": torch.arange(3), "y": torch.ones(1)}, {"x": other})
+    message = r"the tensor x of a\.safetensors differs from that of b\.safetensors"
+    for read in (CheckpointIndex.read, stored_tensors):
+        with pytest.raises(ModelError, match=message):
+            read(tmp_path)
+
+
+def test_equal_tensors_of_one_name_are_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loading.model_files.COMPARED_BYTES", 5)
+    _save_in_two_files(tmp_path, {"x": torch.arange(3)}, {"w": torch.ones(7), "x": torch.arange(3)})
+    assert set(CheckpointIndex.read(tmp_path).names) == set(stored_tensors(tmp_path)) == {"w", "x"}
+
+
+def test_a_tensor_that_is_also_a_part_of_a_stacked_one_is_refused(tmp_path: Path) -> None:
+    stack, part = "x.experts.down_proj_bias", "x.experts.1.down_proj.bias"
+    _save_in_two_files(tmp_path, {stack: torch.ones(2, 3)}, {part: torch.zeros(3)})
+    with pytest.raises(ModelError, match=f"{part} is both a tensor and a part of a stacked tensor"):
+        CheckpointIndex.read(tmp_path)
 
 
 def test_json_that_nests_too_deep_is_an_error_like_others(tmp_path: Path) -> None:
