@@ -36,6 +36,8 @@ class Watched(Generic[Content]):
     A change that cannot be used is logged once, and the previous content stays. For example, a certificate and its
     key may be replaced one after the other. After Lost, the previous content stays for LOST_GRACE_S only. After Lost
     and UnreadableFiles, the files are read again each time, changed or not.
+
+    If reading takes long, an event loop calls `is_due`, then `reload` on a thread, and uses `latest` meanwhile.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content], clock: Clock) -> None:
@@ -43,32 +45,50 @@ class Watched(Generic[Content]):
         self._paths = paths
         self._read = read
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._seen = self._look()
+        self._is_changed = False
         self._looked_at = clock.now()
         self._content = read()
         self._is_unread = False
-        """The last version of the files could not be read."""
+        """The last version of the files has not been read."""
         self._lost: Lost | None = None
         self._lost_at = 0.0
 
     def current(self) -> Content:
-        """The content. If `read` raised Lost, this method raises it, too, after LOST_GRACE_S, until `read` succeeds."""
+        """The content, after reading changed files. Raises the error of `latest`."""
+        with self._lock:
+            if self.is_due():
+                self.reload()
+            return self.latest()
+
+    def latest(self) -> Content:
+        """The content when the files were last read; never waits. If `read` raised Lost, this method raises it, too,
+        after LOST_GRACE_S, until `read` succeeds."""
+        lost = self._lost
+        if lost is not None and self._clock.now() - self._lost_at >= LOST_GRACE_S:
+            raise lost
+        return self._content
+
+    def is_due(self) -> bool:
+        """Looks at the files, at most once a second. True: they have changed, or the last attempt could not read them,
+        so `reload` must read them. Waits for a running `reload`."""
         with self._lock:
             now = self._clock.now()
-            if now - self._looked_at >= _LOOK_INTERVAL_S:
-                self._looked_at = now
-                self._read_if_changed()
-            if self._lost is not None and now - self._lost_at >= LOST_GRACE_S:
-                raise self._lost
-            return self._content
+            if now - self._looked_at < _LOOK_INTERVAL_S:
+                return False
+            self._looked_at = now
+            seen = self._look()
+            self._is_changed, self._seen = seen != self._seen, seen
+            self._is_unread |= self._is_changed
+            return self._is_unread or self._lost is not None
 
-    def _read_if_changed(self) -> None:
-        """Reads after a change, or if the last attempt could not read the files."""
-        seen = self._look()
-        is_changed, self._seen = seen != self._seen, seen
-        if not (is_changed or self._is_unread or self._lost is not None):
-            return
+    def reload(self) -> None:
+        """Reads the files. Errors are logged, and change only what `latest` returns or raises."""
+        with self._lock:
+            self._read_again()
+
+    def _read_again(self) -> None:
         names = ", ".join(map(str, self._paths))
         try:
             self._content = self._read()
@@ -79,7 +99,7 @@ class Watched(Generic[Content]):
             self._lost = error
         except ConfigError as error:
             was_unread, self._is_unread = self._is_unread, isinstance(error, UnreadableFiles)
-            if is_changed or (was_unread and not self._is_unread):
+            if self._is_changed or (was_unread and not self._is_unread):
                 logger.error("%s changed but cannot be used; keeping the previous content: %s", names, error)
         else:
             self._lost, self._is_unread = None, False

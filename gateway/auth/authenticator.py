@@ -1,5 +1,7 @@
 """Authenticator: identifies the caller of each call and checks its rights, for gRPC and HTTP alike."""
 
+import asyncio
+import logging
 import os
 import stat
 from collections.abc import Sequence
@@ -13,17 +15,21 @@ from pydantic import Field, ValidationError
 from baton.clock import Clock
 from baton.config import ANONYMOUS, ApiKey, GatewayConfig, Section, describe
 from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, Unauthenticated
+from baton.system.garbage import paused
 from baton.system.home import expanded
 from baton.system.watched import Lost, Watched
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import KeyStore
 from gateway.auth.limits import CallerRates
 
+logger = logging.getLogger(__name__)
+
 _FASTEST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C loader if available. Reading the file blocks the event loop, and the Python loader takes seconds for
-thousands of keys."""
+"""The C loader if available. The Python loader takes seconds for thousands of keys."""
 _MERGE = "tag:yaml.org,2002:merge"
 _MAX_FILE_BYTES = 16 * 2**20
+READ_TIMEOUT_S = 5.0
+"""A call waits at most this long for a key file that is read again; then the previous keys count."""
 _HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata; for /v1/messages also `x-api-key: KEY`)"
 
 
@@ -37,6 +43,7 @@ class Authenticator:
         self._anonymous = _anonymous(config)
         self._rates = CallerRates("requests")
         self._key_store: Watched[KeyStore] | None = None
+        self._reading: asyncio.Future[None] | None = None
         self._fixed = KeyStore(config.api_keys)
         if config.api_keys_file is not None:
             path = expanded(config.api_keys_file)
@@ -55,9 +62,11 @@ class Authenticator:
                 raise error
             self._rates.count(caller, 1, now)
 
-    def caller_of(self, authorizations: Sequence[str]) -> Caller:
+    async def caller_of(self, authorizations: Sequence[str]) -> Caller:
         """Finds the caller by the values of the call's `Authorization` headers; there should be exactly one.
         Raises Unauthenticated or KeysUnavailable.
+
+        If the key file has changed, waits until it is read, for at most READ_TIMEOUT_S.
         """
         if not self._asks_for_keys and self._anonymous is not None:
             return self._anonymous  # the header is ignored: OpenAI's clients always send a key
@@ -69,7 +78,23 @@ class Authenticator:
         key = key.strip()
         if len(authorizations) > 1 or scheme.lower() != "bearer" or not key:
             raise Unauthenticated(f"the call's headers do not contain exactly one API key; {_HOW}")
+        if self._key_store is not None:
+            await self._read_changes(self._key_store)
         return self._owner_of(key)
+
+    async def _read_changes(self, key_store: Watched[KeyStore]) -> None:
+        """Reads a changed key file on a thread, since thousands of keys would hold up the event loop."""
+        if self._reading is None:
+            if not key_store.is_due():
+                return
+            self._reading = asyncio.ensure_future(asyncio.to_thread(key_store.reload))
+            self._reading.add_done_callback(self._on_read)
+        await asyncio.wait([self._reading], timeout=READ_TIMEOUT_S)
+
+    def _on_read(self, reading: asyncio.Future[None]) -> None:
+        self._reading = None
+        if not reading.cancelled() and (error := reading.exception()) is not None:
+            logger.error("the key file was not read", exc_info=error)
 
     def _owner_of(self, key: str) -> Caller:
         """The caller to whom the key belongs. While the key file cannot be used, only keys in the configuration itself
@@ -80,7 +105,7 @@ class Authenticator:
         key_store = self._fixed
         if self._key_store is not None:
             try:
-                key_store = self._key_store.current()
+                key_store = self._key_store.latest()
             except Lost:
                 unknown = KeysUnavailable(
                     "this gateway cannot use its file of API keys at present; its log says why"
@@ -141,6 +166,7 @@ class _KeyFile(Section):
     api_keys: tuple[ApiKey, ...] = Field(strict=False)
 
 
+@paused()
 def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
     source = f"gateway.api_keys_file {path}"
     try:

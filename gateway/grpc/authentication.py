@@ -36,11 +36,14 @@ def _service_of(method: str) -> str:
     return method.rpartition("/")[0].removeprefix("/")
 
 
-def admit(authenticator: Authenticator, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+async def admit(
+    authenticator: Authenticator, method: str, metadata: Iterable[tuple[str, str | bytes]]
+) -> None:
     """Sets `current_caller` for the call. Raises a RequestError that says what is missing."""
     if _service_of(method) in OPEN:
         current_caller.set(NO_CALLER)
         return
-    caller = authenticator.caller_of([str(value) for name, value in metadata if name == "authorization"])
+    authorizations = [str(value) for name, value in metadata if name == "authorization"]
+    caller = await authenticator.caller_of(authorizations)
     current_caller.set(caller)
     authenticator.admit(caller, right_for(method))

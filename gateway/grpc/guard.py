@@ -113,7 +113,7 @@ class Guard(grpc.aio.ServerInterceptor):
             offered = offered_id(_metadata(context, REQUEST_ID))
             request_id = request_id_for(offered)
             try:
-                admit(self._authenticator, name, context.invocation_metadata() or ())
+                await admit(self._authenticator, name, context.invocation_metadata() or ())
                 request = self._messages(read, context) if takes_stream else await _receive_one(read, context)
                 request_id = _identified(request, request_id)
                 context.set_trailing_metadata(((REQUEST_ID, offered or request_id),))

@@ -44,18 +44,18 @@ class HttpAuthentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._admit(scope)
+            await self._admit(scope)
         except RequestError as error:
             await response_for(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> None:
+    async def _admit(self, scope: Scope) -> None:
         path, state = scope["path"], scope.setdefault("state", {})
         if path in self._open or any(_is_below(path, prefix) for prefix in OPEN_BELOW):
             state["caller"] = NO_CALLER
             return
-        state["caller"] = caller = self._authenticator.caller_of(_authorizations(scope))
+        state["caller"] = caller = await self._authenticator.caller_of(_authorizations(scope))
         if ON_CALLER in state:
             state[ON_CALLER](caller)
         self._authenticator.admit(caller, right_for(path))

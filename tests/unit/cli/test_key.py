@@ -1,5 +1,6 @@
 """`baton key`: what it prints lets its owner in, and the key appears once."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def test_what_it_prints_is_an_entry_of_the_key_file(
         with file.open("a") as appended:
             appended.write(printed.out)
     authenticator = Authenticator(GatewayConfig(api_keys_file=str(file)), VirtualClock())
-    callers = {name: authenticator.caller_of([f"Bearer {key}"]) for name, key in keys.items()}
+    callers = {name: asyncio.run(authenticator.caller_of([f"Bearer {key}"])) for name, key in keys.items()}
     rights = {name: {right for right in Right if caller.may(right)} for name, caller in callers.items()}
     assert rights == {"alice": {Right.GENERATE}, "ops": set(Right), "prometheus": {Right.OBSERVE}}
 
@@ -39,7 +40,8 @@ def test_a_name_that_yaml_would_take_for_something_else_is_a_text(
     file, printed = tmp_path / "keys.yaml", capsys.readouterr()
     file.write_text(printed.out)
     authenticator = Authenticator(GatewayConfig(api_keys_file=str(file)), VirtualClock())
-    assert authenticator.caller_of([f"Bearer {printed.err.split()[-1]}"]).name == name
+    caller = asyncio.run(authenticator.caller_of([f"Bearer {printed.err.split()[-1]}"]))
+    assert caller.name == name
 
 
 def test_programs_get_one_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,14 @@
 """Authenticator: which keys admit which callers, and how other calls are refused."""
 
+import asyncio
 import errno
+import gc
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -13,12 +16,14 @@ from baton.clock import VirtualClock
 from baton.config import GatewayConfig
 from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, RateLimited, Unauthenticated
 from baton.system.watched import LOST_GRACE_S
-from gateway.auth.authenticator import Authenticator
+from gateway.auth import authenticator as authenticator_module
+from gateway.auth.authenticator import Authenticator, _read_key_store
 from gateway.auth.callers import ANYBODY, Caller, Right
-from gateway.auth.key_store import hash_of, new_key
+from gateway.auth.key_store import KeyStore, hash_of, new_key
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS, WATCHER, entry
 
 WITH_KEYS = GatewayConfig(api_keys=API_KEYS)
+KEYS = [new_key() for _ in range(3)]
 
 
 def bearer(key: str) -> list[str]:
@@ -27,7 +32,7 @@ def bearer(key: str) -> list[str]:
 
 def admit(authenticator: Authenticator, authorizations: Sequence[str], right: Right | None) -> Caller:
     """As locks do it."""
-    caller = authenticator.caller_of(authorizations)
+    caller = asyncio.run(authenticator.caller_of(authorizations))
     authenticator.admit(caller, right)
     return caller
 
@@ -134,7 +139,7 @@ def test_a_broken_key_file_changes_nothing_and_is_logged_without_its_content(
     for broken in (f"- {key}", f"- name: a\n  sha256: {key}\n", f'"{key}', f"{key}: [", "- name: a\n"):
         path.write_text(broken)
         clock.advance(1.0)
-        with caplog.at_level(logging.DEBUG):
+        with caplog.at_level(logging.DEBUG, "baton"):
             assert admit(authenticator, bearer(key), None).name == "n0"
     assert "cannot be used; keeping the previous content" in caplog.text
     assert len(caplog.records) == 5
@@ -215,6 +220,83 @@ def test_a_key_file_that_is_replaced_in_steps_is_never_missed(tmp_path: Path) ->
     write(tmp_path / "1" / "keys.yaml", keys[2])
     clock.advance(LOST_GRACE_S)
     assert admit(authenticator, bearer(keys[2]), None).name == "n0"
+
+
+class SlowKeyFile:
+    """A gateway's key file; to read it again takes until `may_read`."""
+
+    def __init__(self, path: Path) -> None:
+        self.clock, self.path, self.may_read = VirtualClock(), path, threading.Event()
+        self.readers: list[threading.Thread] = []
+        write(path, KEYS[0])
+        self.authenticator = Authenticator(GatewayConfig(api_keys_file=str(path)), self.clock)
+        self.authenticator._key_store._read = self._read  # type: ignore[union-attr]
+
+    def _read(self) -> KeyStore:
+        self.readers.append(threading.current_thread())
+        assert self.may_read.wait(60)
+        return _read_key_store(self.path, ())
+
+    async def caller_of(self, key: str) -> str:
+        return (await self.authenticator.caller_of(bearer(key))).name
+
+
+async def test_c58_calls_wait_for_a_changed_key_file_and_the_event_loop_does_not(tmp_path: Path) -> None:
+    file = SlowKeyFile(tmp_path / "keys.yaml")
+    write(file.path, *KEYS[1:])
+    file.clock.advance(1.0)
+    calls = [asyncio.create_task(file.caller_of(key)) for key in KEYS]
+    while not file.readers:
+        await asyncio.sleep(0)
+    file.clock.advance(1.0)
+    calls.append(asyncio.create_task(file.caller_of(KEYS[2])))
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in calls)
+    file.may_read.set()
+    revoked, *callers = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(revoked, Unauthenticated)
+    assert callers == ["n0", "n1", "n1"]
+    assert len(file.readers) == 1
+    assert file.readers != [threading.current_thread()]
+
+
+def test_nothing_is_collected_while_a_key_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection would stop the event loop's thread, too."""
+    path = tmp_path / "keys.yaml"
+    write(path, new_key())
+    monkeypatch.setattr(authenticator_module, "KeyStore", lambda _: gc.isenabled())
+    assert _read_key_store(path, ()) is False  # type: ignore[comparison-overlap]
+    assert gc.isenabled()
+
+
+async def test_previous_keys_count_until_a_slow_key_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SlowKeyFile(tmp_path / "keys.yaml")
+    write(file.path, KEYS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(authenticator_module, "READ_TIMEOUT_S", 0.0)
+        for _ in range(2):
+            file.clock.advance(1.0)
+            assert await file.caller_of(KEYS[0]) == "n0"
+    file.may_read.set()
+    assert await file.caller_of(KEYS[1]) == "n0"
+
+
+async def test_a_key_file_is_read_though_no_thread_started_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = SlowKeyFile(tmp_path / "keys.yaml")
+    write(file.path, KEYS[1])
+    file.clock.advance(1.0)
+    file.may_read.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", AsyncMock(side_effect=RuntimeError("can't start new thread")))
+        assert await file.caller_of(KEYS[0]) == "n0"
+    file.clock.advance(1.0)
+    assert await file.caller_of(KEYS[1]) == "n0"
 
 
 @pytest.mark.parametrize("mode", [0o646, 0o660])
