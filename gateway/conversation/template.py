@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -19,12 +20,6 @@ SWITCHES = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
 PAST_REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields of a turn in which templates look for its reasoning."""
-
-_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_CODE = re.compile(rf"\{{#(?:.*?#\}}|.*)|\{{[{{%]((?:{_STRING.pattern}|(?![%}}]\}})[^'\"])*+)", re.DOTALL)
-"""Comments, and code in group 1. A string of the code may contain what otherwise ends it."""
-_VARIABLE = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
-_FIELD = re.compile(r"\.(\w+)|['\"](\w+)['\"]")
 
 RESERVED = frozenset(
     {
@@ -70,9 +65,8 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        code = " ".join(_CODE.findall(source))
-        self._fields = frozenset(name for pair in _FIELD.findall(code) for name in pair)
-        self._variables = frozenset(_VARIABLE.findall(_STRING.sub(" ", code)))
+        variables, fields = _names_in(source)
+        self._variables, self._fields = frozenset(variables), frozenset(fields)
 
     def reads(self, variable: str) -> bool:
         return variable in self._variables
@@ -133,6 +127,23 @@ class ChatTemplate:
         if message.name is not None:
             turn["name"] = message.name
         return turn
+
+
+def _names_in(source: str) -> tuple[set[str], set[str]]:
+    """The names of variables in a template's code, and those of fields: after a point, or as a string. If the template
+    has a syntax error, the names before it."""
+    # not at the top of the file, since most commands render no template
+    from jinja2 import Environment, TemplateSyntaxError
+
+    variables, fields, is_after_point = set[str](), set[str](), False
+    with suppress(TemplateSyntaxError):
+        for _, kind, text in Environment().lex(source):
+            if kind == "name":
+                (fields if is_after_point else variables).add(text)
+            elif kind == "string":
+                fields.add(text[1:-1])
+            is_after_point = text == "." if kind != "whitespace" else is_after_point
+    return variables, fields
 
 
 def check_template_options(field: str, options: Mapping[str, TemplateValue]) -> None:

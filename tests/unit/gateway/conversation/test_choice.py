@@ -19,6 +19,7 @@ from gateway.conversation import (
 )
 from gateway.conversation.formats.choice import FAMILIES
 from gateway.conversation.model_format import ModelFormat
+from gateway.conversation.template import ChatTemplate
 from gateway.requests.request import Delta
 from tests.factories.conversations import (
     ASKED,
@@ -189,6 +190,8 @@ def test_only_variables_that_the_template_reads_are_passed() -> None:
         "{{ '%}' ~ \"it's\" }}",
         "{# don't {% #}",
         "{{ '{#' }}",
+        "{{ {'a': {'b': 1}}.a }}",
+        "{% raw %}{{ thinking }}{% endraw %}",
     ],
 )
 def test_a_variable_is_found_after_any_string_or_comment(before: str) -> None:
@@ -199,6 +202,21 @@ def test_a_variable_is_found_after_any_string_or_comment(before: str) -> None:
     assert rendered(answer_format, template, on).endswith("a } bon thinking")
     with pytest.raises(InvalidRequest, match="no variable 'thinking'"):
         answer_format.template_arguments(replace(HELLO, template_options={"thinking": True}))
+
+
+def test_a_variable_is_found_after_a_nested_dictionary() -> None:
+    template = TEMPLATES["hermes"] + "{% set two = [{'a': {'b': 1}}, enable_thinking] %}{{ two[1] }}"
+    answer_format = answer_format_of(template, Vocabulary())
+
+    on = replace(HELLO, template_options={"enable_thinking": 7})
+    assert rendered(answer_format, template, on).endswith("7")
+
+
+def test_a_template_with_a_syntax_error_has_the_names_before_it() -> None:
+    template = ChatTemplate("{{ tools }}{% if messages[0] . content %}{% ) thinking %}")
+    assert template.reads("tools")
+    assert not template.reads("content")
+    assert not template.reads("thinking")
 
 
 def test_reasoning_is_sent_back_where_the_template_reads_it() -> None:
