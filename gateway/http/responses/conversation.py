@@ -121,12 +121,12 @@ async def shortened(
 ) -> Conversation:
     """The conversation without its oldest exchanges. Leaves out as few as possible, so that `fits` returns true.
 
-    An exchange is a user's message and everything up to the next user's message, so calls stay with their results.
-    System messages stay. A binary search finds the first exchange to keep, since a conversation fits if a longer one
-    fits. Raises PromptTooLong if not even the last exchange fits.
+    An exchange is a user's message and everything up to the next user's message that does not stand between a call and
+    its result, so calls stay with their results. System messages stay. A binary search finds the first exchange to
+    keep, since a conversation fits if a longer one fits. Raises PromptTooLong if not even the last exchange fits.
     """
     messages = conversation.messages
-    begins = [index for index, message in enumerate(messages) if message.role == "user"]
+    begins = _begins(messages)
     if len(begins) < 2:
         raise PromptTooLong("input", f"{TOO_LONG}, and has no earlier exchange to leave out")
     low, high = 0, len(begins)
@@ -141,6 +141,21 @@ async def shortened(
             "input", f"{TOO_LONG}: the system messages and the last exchange alone do not fit"
         )
     return replace(conversation, messages=_from(messages, begins[low]))
+
+
+def _begins(messages: Sequence[ChatMessage]) -> list[int]:
+    """The indices of the messages with which exchanges begin."""
+    made_at: dict[str | None, int] = {}
+    call_of: list[int] = []  # for each message, the index of its call; its own index, if it is no result
+    for index, message in enumerate(messages):
+        made_at |= {call.id: index for call in message.tool_calls}
+        call_of.append(made_at.get(message.tool_call_id, index))
+    begins, first_call = [], len(messages)
+    for index in reversed(range(len(messages))):
+        first_call = min(first_call, call_of[index])
+        if messages[index].role == "user" and first_call == index:
+            begins.append(index)
+    return begins[::-1]
 
 
 def _from(messages: Sequence[ChatMessage], begin: int) -> tuple[ChatMessage, ...]:

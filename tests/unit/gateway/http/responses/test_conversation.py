@@ -188,6 +188,29 @@ async def test_a_last_exchange_that_is_too_long_is_an_error() -> None:
         await shortened(Conversation(messages_of(items_of(USER, USER, USER))), fits)
 
 
+@pytest.mark.parametrize(
+    ("items", "room", "num_left"),
+    [
+        ((USER, call(0), USER, result(0), USER), 3, 1),
+        ((USER, USER, call(0), USER, USER, result(0), USER), 4, 1),
+        ((USER, USER, call(0), USER, USER, result(0), USER), 6, 6),
+        ((USER, call(0), call(1), result(0), USER, result(1), USER, USER), 4, 2),
+        ((USER, call(0), result(0), USER, call(0), USER, result(0), USER), 3, 1),
+        ((USER, call(0), result(0), USER, call(0), USER, result(0), USER), 5, 5),
+        ((USER, call(0), USER, USER), 2, 2),
+    ],
+)
+async def test_a_message_between_a_call_and_its_result_stays_with_both(
+    items: tuple[dict[str, Any], ...], room: int, num_left: int
+) -> None:
+    messages = messages_of(items_of(*items))
+
+    async def fits(conversation: Conversation) -> bool:
+        return len(conversation.messages) <= room
+
+    assert (await shortened(Conversation(messages), fits)).messages == messages[-num_left:]
+
+
 async def test_a_single_exchange_cannot_be_shortened() -> None:
     async def fits(conversation: Conversation) -> bool:
         raise AssertionError("nothing to ask")
