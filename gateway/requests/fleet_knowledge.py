@@ -40,6 +40,8 @@ class FleetKnowledge:
         if has_left and num_requests == 0:
             how = " after its drain" if was_draining else ""
             logger.info("worker %s has left%s: %s", worker, how, reason, extra=extra)
+        elif num_requests == 0:
+            logger.warning("worker %s, which had no requests, is lost: %s", worker, reason, extra=extra)
         else:
             logger.warning("lost the requests on worker %s: %s", worker, reason, extra=extra)
         self._router.on_worker_lost(worker)
