@@ -1,0 +1,45 @@
+"""Ctrl-C while the `baton` command still imports its modules: it ends at once, and quietly."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.test_architecture import ROOT
+
+
+@pytest.mark.parametrize("module", ["cli.main", "pydantic", "cli.commands.status"])
+def test_an_interrupt_during_an_import_leaves_no_traceback(module: str) -> None:
+    program = (
+        "import signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from cli.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    command = [sys.executable, "-c", program, "status", "--target", "127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    program = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from cli.__main__ import main\n"
+        "sys.argv[1:] = ['key', 'alice', '--json']\n"
+        "code = main()\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_is_the_entry_of_the_command() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"baton": "cli.__main__:main"}
