@@ -39,12 +39,15 @@ class FormatFamily:
     """The style of the family's chat templates; None: they know no tools."""
     signs: tuple[str, ...]
     """A template that contains all these texts belongs to the family."""
+    foreign_signs: tuple[str, ...] = ()
+    """A template that contains one of these texts belongs to another family, which Baton may not know."""
 
     def matches(self, template: ChatTemplate) -> bool:
-        """Whether the template shows this family: it contains all signs, and reads `tools` if the family's
-        templates do."""
+        """Whether the template shows this family: it contains all signs and no foreign sign, and reads `tools` if the
+        family's templates do."""
         can_use = self.style is None or template.reads("tools")
-        return can_use and all(sign in template.source for sign in self.signs)
+        has_signs = all(sign in template.source for sign in self.signs)
+        return can_use and has_signs and not any(sign in template.source for sign in self.foreign_signs)
 
 
 _NATIVE = TemplateStyle()
@@ -62,9 +65,9 @@ FAMILIES = (
     FormatFamily("glm", GlmCalls("\n"), _NATIVE, ("<tool_call>", "</arg_key>\n<arg_value>")),
     FormatFamily("glm", GlmCalls(""), _NATIVE, ("<tool_call>", "<arg_key>", "<arg_value>")),
     FormatFamily("qwen_coder", QwenCoderCalls(), _NATIVE, ("<tool_call>", "<function=", "<parameter=")),
-    FormatFamily("hermes", HermesCalls(), _NATIVE, ("<tool_call>",)),
+    FormatFamily("hermes", HermesCalls(), _NATIVE, ("<tool_call>",), ("<tool_calls>", "<invoke name=")),
     FormatFamily("olmo", OlmoCalls(), _NATIVE, (OLMO_BEGIN,)),
-    FormatFamily("pythonic", PythonicCalls(), _NATIVE, ("[func_name",)),
+    FormatFamily("pythonic", PythonicCalls(), _NATIVE, ("[func_name",), ("<|tool_call_start|>",)),
     FormatFamily("llama", LlamaCalls(), _NATIVE, ("ipython", '"parameters"')),
     FormatFamily("generic", HermesCalls(), None, ()),
 )

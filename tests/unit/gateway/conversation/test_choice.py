@@ -56,6 +56,23 @@ def test_glm_is_known_by_its_tags_however_a_template_describes_a_call() -> None:
         assert found.syntax is own.syntax
 
 
+LOOKALIKES = {
+    "MiniMax-M3": """{%- set ns = ']<]minimax[>[' %}{%- set begin = ns ~ '<tool_call>' %}{{ tools | tojson }}
+{{ begin ~ ns ~ '<invoke name="tool-name-1">' ~ ns ~ '<param-1>value-1' ~ ns ~ '</param-1>' ~ ns ~ '</invoke>' }}""",
+    "Apriel-1.5": """{{ tools }}Return all function calls as a list of json objects within <tool_call></tool_call> tags:
+<tool_calls>[{"name": <function-name-1>, "arguments": <args-dict-1>}, ...]</tool_calls>""",
+    "LFM2.5": """{{ tools }}{%- set calls.calls = calls.calls + [func_name + "(" + (args | join(", ")) + ")"] %}
+{{ "<|tool_call_start|>[" + (calls.calls | join(", ")) + "]<|tool_call_end|>" }}""",
+}
+"""Templates with the signs of a family whose form of calls their models do not write."""
+
+
+@pytest.mark.parametrize("model", LOOKALIKES)
+def test_a_template_that_looks_like_one_of_another_model_gets_no_format_of_it(model: str) -> None:
+    found = answer_format_of(LOOKALIKES[model], Vocabulary())
+    assert "tools" not in found.template_arguments(ASKED), "a system message describes them"
+
+
 def test_every_format_has_a_template_here_and_can_be_configured() -> None:
     assert {*map(name_of, TEMPLATES), "harmony"} == set(FORMAT_NAMES)
     assert len(TEMPLATES) == len(FAMILIES) - 1, "each row of the table has a template of its own"
