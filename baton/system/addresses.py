@@ -23,7 +23,8 @@ def listen(
     ConfigError names the key.
 
     The result has `advertise_host` or, without it, the address where the socket really listens; for a
-    wildcard, this machine's own address. Raises ConfigError if the machine has no such address.
+    wildcard, this machine's own address. Raises ConfigError if the machine has no such address. If `advertise_host` is
+    a name that has only IPv6 addresses, the result has one of them.
     """
     if ":" in bind_host:
         listener.setsockopt(zmq.IPV6, 1)
@@ -46,7 +47,8 @@ def listen(
             f"network.bind_host: cannot listen on '{bind_host}' ({error.strerror}); use an address or "
             "interface of this machine, or '0.0.0.0' for all of them"
         ) from error
-    return f"tcp://{in_url(advertise_host or _host_of(listener, bind_host))}:{port}"
+    host = _host_of(listener, bind_host) if advertise_host is None else _findable(advertise_host)
+    return f"tcp://{in_url(host)}:{port}"
 
 
 def listen_tcp(bind_host: str, advertise_host: str | None, port: int, key: str) -> tuple[socket.socket, str]:
@@ -106,6 +108,17 @@ async def needs_ipv6(host: str) -> bool | None:
     except OSError:
         return None
     return all(family != socket.AF_INET for family, *_ in found)
+
+
+def _findable(host: str) -> str:
+    """The host as `connect` finds it: the IPv6 address of a name that has no others, since ZeroMQ looks for IPv4
+    addresses only (see `needs_ipv6`). Names stay if they are unknown here: peers may know them."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return host
+    addresses = [str(address) for family, _, _, _, (address, *_) in found if family == socket.AF_INET6]
+    return addresses[0] if addresses and len(addresses) == len(found) else host
 
 
 def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:

@@ -78,6 +78,30 @@ def test_what_is_advertised_is_published_as_it_stands(host: str, in_url: str) ->
         assert re.fullmatch(rf"tcp://{re.escape(in_url)}:[1-9]\d*", listen(listener, "127.0.0.1", host))
 
 
+@pytest.mark.parametrize(
+    ("addresses", "published"),
+    [
+        (["2001:db8::7"], "[2001:db8::7]"),
+        (["2001:db8::7", "2001:db8::8"], "[2001:db8::7]"),
+        (["2001:db8::7", "192.0.2.7"], "node.example"),
+        (["192.0.2.7"], "node.example"),
+    ],
+)
+def test_a_name_that_has_only_ipv6_addresses_is_published_as_an_address(
+    addresses: list[str], published: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ would look for its IPv4 addresses."""
+    families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses]
+    found = [
+        (family, socket.SOCK_STREAM, 6, "", (address, 0))
+        for family, address in zip(families, addresses, strict=True)
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        address = listen(listener, "127.0.0.1", "node.example")
+    assert re.fullmatch(rf"tcp://{re.escape(published)}:[1-9]\d*", address)
+
+
 @pytest.mark.parametrize("bind_host", [NOBODYS, "no-such-interface", "2001:db8::77"])
 def test_a_place_that_this_machine_does_not_have_is_named(bind_host: str) -> None:
     with (
