@@ -55,6 +55,13 @@ class Section(BaseModel):
             raise ValueError(f"got {value}; a number must fit into 64 bits")
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _check_text(cls, value: object) -> object:
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("must not contain a zero byte")
+        return value
+
     def refuse_changed(self, keys: Iterable[str], reason: str, section: str = "") -> None:
         """Raises ValueError for the first of these keys that has another value than its default.
 

@@ -11,6 +11,7 @@ from baton.config import NetworkConfig
 from baton.errors import ConfigError
 from baton.system.curve import ClusterSecret
 from baton.system.home import expanded
+from baton.system.regular_file import open_at_once
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 
@@ -70,7 +71,7 @@ def _create(path: Path) -> None:
 
 
 def _read(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_at_once(path) as file:
         status = os.fstat(file.fileno())  # of the opened file, not of the path, which may change
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.geteuid():

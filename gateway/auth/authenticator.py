@@ -17,6 +17,7 @@ from baton.config import ANONYMOUS, ApiKey, GatewayConfig, Section, describe
 from baton.errors import ConfigError, KeysUnavailable, PermissionDenied, Unauthenticated
 from baton.system.garbage import paused
 from baton.system.home import expanded
+from baton.system.regular_file import open_regular
 from baton.system.watched import Lost, Watched
 from gateway.auth.callers import ANYBODY, Caller, Right
 from gateway.auth.key_store import KeyStore
@@ -170,7 +171,7 @@ class _KeyFile(Section):
 def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
     source = f"gateway.api_keys_file {path}"
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(_MAX_FILE_BYTES + 1)
         if stat.S_IMODE(mode) & (stat.S_IWGRP | stat.S_IWOTH):

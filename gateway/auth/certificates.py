@@ -9,6 +9,7 @@ from baton.clock import Clock
 from baton.config import Tls
 from baton.errors import ConfigError
 from baton.system.home import expanded
+from baton.system.regular_file import open_regular
 from baton.system.watched import UnreadableFiles, Watched
 
 
@@ -51,7 +52,8 @@ def _read_all(tls: Tls) -> Certificates:
 
 def _read(field: str, name: str, mark: bytes) -> bytes:
     try:
-        content = expanded(name).read_bytes()
+        with open_regular(expanded(name)) as file:
+            content = file.read()
     except OSError as error:
         raise UnreadableFiles(f"gateway.tls.{field} {name}: cannot be read: {error.strerror}") from error
     if mark not in content:

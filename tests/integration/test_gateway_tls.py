@@ -22,6 +22,7 @@ from baton.errors import ConfigError
 from baton.system.watched import Watched
 from cli.main import REFUSED, main
 from gateway import GatewayClient, GatewayError
+from gateway.auth import certificates as certificates_module
 from gateway.auth.certificates import Certificates, watched_certificates
 from gateway.auth.credentials import Credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
@@ -302,7 +303,10 @@ def test_files_that_cannot_be_used_are_named(
     broken.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     secret = tmp_path / "secret.pem"
     secret.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\nAAAA\n-----END ENCRYPTED PRIVATE KEY-----\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for changed, complaint in (
+        ({"cert_file": str(pipe)}, f"gateway.tls.cert_file {pipe}: cannot be read: it is not a regular file"),
         ({"cert_file": "/none"}, "gateway.tls.cert_file /none: cannot be read: No such file"),
         ({"key_file": str(tmp_path)}, f"gateway.tls.key_file {tmp_path}: cannot be read: Is a directory"),
         ({"client_ca_file": "/none"}, "gateway.tls.client_ca_file /none: cannot be read"),
@@ -340,9 +344,11 @@ def test_half_a_renewal_changes_nothing(
     assert certificates.current().cert_pem == (others.folder / "gateway.pem").read_bytes()
 
 
-@pytest.mark.parametrize("reads", [(Path, "read_bytes"), (ssl.SSLContext, "load_cert_chain")])
+@pytest.mark.parametrize(
+    "reads", [(certificates_module, "open_regular"), (ssl.SSLContext, "load_cert_chain")]
+)
 def test_a_renewal_that_could_not_be_read_is_read_later(
-    reads: tuple[type, str],
+    reads: tuple[object, str],
     files: CertificateFiles,
     others: CertificateFiles,
     tmp_path: Path,

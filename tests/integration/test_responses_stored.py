@@ -1,6 +1,7 @@
 """Stored responses: read, listed, ended and deleted by their caller alone; shared by gateways through a real Redis."""
 
 import asyncio
+import os
 import re
 import sys
 from collections.abc import AsyncIterator
@@ -315,7 +316,7 @@ NO_URL = "must be a Redis URL like redis://"
     [
         ("{folder}/none", None, "cannot be read: No such file or directory$"),
         ("{folder}", None, "cannot be read: Is a directory$"),
-        ("{folder}/\0", None, "cannot be read: .*null"),
+        ("{folder}/pipe", None, NO_URL),
         ("~nosuchuser/url", None, "cannot be read: ~nosuchuser/url: there is no user"),
         ("{folder}/url", "redis://:hush\udcff@127.0.0.1", "cannot be read: 'utf-8' codec"),
         ("{folder}/url", "redis://:hush@127.0.0.1:port\n", NO_URL),
@@ -331,6 +332,7 @@ def test_a_file_without_a_url_is_refused_without_its_content(
     name: str, content: str | None, complaint: str, tmp_path: Path
 ) -> None:
     path = name.format(folder=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
     if content is not None:
         Path(path).write_text(content, errors="surrogateescape")
     beginning = re.escape(f"gateway.response_store_file {path}: ")

@@ -7,6 +7,7 @@ from baton.clock import Clock
 from baton.config import GatewayConfig
 from baton.errors import ConfigError
 from baton.system.home import expanded
+from baton.system.regular_file import open_at_once
 from gateway.http.responses.store import MemoryStore, ResponseStore, StoreBounds
 
 _URL = re.compile(r"rediss?://\S+")
@@ -41,8 +42,9 @@ def store_for(config: GatewayConfig, clock: Clock) -> ResponseStore | None:
 
 def _read(key: str, path: str) -> str:
     try:
-        return expanded(path).read_text().strip()
+        with open_at_once(expanded(path)) as file:
+            return file.read().decode().strip()
     except OSError as error:
         raise ConfigError(f"{key}: cannot be read: {error.strerror}") from None
-    except (ValueError, ConfigError) as error:  # text that is not UTF-8, a path with a NUL, an unknown ~user
+    except (ValueError, ConfigError) as error:  # text that is not UTF-8, an unknown ~user
         raise ConfigError(f"{key}: cannot be read: {error}") from None

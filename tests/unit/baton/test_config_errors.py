@@ -163,3 +163,12 @@ def test_a_number_that_no_process_can_use_is_refused(
 def test_a_number_that_python_does_not_write_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.drain_timeout_s: got a huge number; "):
         BatonConfig.from_mapping({"cluster": {"drain_timeout_s": 16**5000}})
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("model", "path"), ("network", "secret_file"), ("gateway", "api_keys_file")]
+)
+def test_a_text_with_a_zero_byte_is_refused(section: str, key: str) -> None:
+    """No system call takes a path with one."""
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}: must not contain a zero byte"):
+        BatonConfig.from_mapping({section: {key: "a\0b"}})

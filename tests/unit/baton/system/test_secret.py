@@ -164,3 +164,15 @@ def test_the_default_place_is_the_users_configuration(tmp_path: Path) -> None:
     secret = load_secret(NetworkConfig(), environment, may_create=True)
     assert secret is not None
     assert secret.text == (tmp_path / "baton/cluster.secret").read_text().strip()
+
+
+def test_a_pipe_without_a_writer_is_an_empty_file_and_one_with_a_writer_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match=r"a cluster secret needs at least 16 characters, this one has 0"):
+        read(path)
+    reading_end, writing_end = os.pipe()
+    os.write(writing_end, TEXT.encode())
+    os.close(writing_end)
+    assert read(Path(f"/dev/fd/{reading_end}")) == TEXT
+    os.close(reading_end)

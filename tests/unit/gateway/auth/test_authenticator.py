@@ -192,7 +192,8 @@ def test_a_key_file_that_could_not_be_opened_is_tried_again_though_it_has_not_ch
     authenticator = Authenticator(GatewayConfig(api_keys_file=str(path)), clock)
     write(path, *keys)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        error = OSError(errno.EMFILE, "Too many open files")
+        patch.setattr(authenticator_module, "open_regular", Mock(side_effect=error))
         clock.advance(1.0)
         assert admit(authenticator, bearer(keys[0]), None).name == "n0"
     clock.advance(LOST_GRACE_S)
@@ -310,6 +311,9 @@ def test_a_key_file_that_is_missing_or_that_others_may_write_is_refused_at_the_s
         Authenticator(GatewayConfig(api_keys_file=str(path)), VirtualClock())
     with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
         Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"cannot be read: it is not a regular file"):
+        Authenticator(GatewayConfig(api_keys_file=str(tmp_path / "pipe")), VirtualClock())
 
 
 def test_entries_of_a_key_file_may_share_values(tmp_path: Path) -> None:
