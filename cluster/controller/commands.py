@@ -146,11 +146,15 @@ class DrainingNodes:
         """Marks the nodes of this address or name as draining, and returns the names of the nodes to empty.
 
         If one of these nodes is Ray's head, the result contains all draining nodes: they must all be empty before the
-        head may end, since no worker can drain without the head. Raises FleetError if no node has this address or name,
-        or if the fleet has no other node.
+        head may end, since no worker can drain without the head. A node that was marked before may be gone by now.
+        Raises FleetError if no node has this address or name, or if the fleet has no other node.
         """
-        alive = [known for known in await self._launcher.nodes() if known.is_alive]
+        listed = await self._launcher.nodes()
+        alive = [known for known in listed if known.is_alive]
         here = [known for known in alive if node in (known.name, known.address)]
+        named = {node, *(known.name for known in listed if known.address == node)}
+        if not here and (gone := named.intersection(self.names)):
+            return tuple(gone)
         if not here:
             raise FleetError(
                 f"no node of the fleet has the address or name {node!r}; its nodes are: {_text(alive)}"

@@ -203,6 +203,8 @@ class FakeLauncher:
         """The address of each node. A worker gets the first node that it may use."""
         self.head = ""
         """The node of these that is Ray's head."""
+        self.lost: set[str] = set()
+        """The nodes of these that have died. Ray lists them for a while."""
         self.avoided: tuple[str, ...] = ()
         self.prepare = prepare
 
@@ -215,7 +217,7 @@ class FakeLauncher:
 
     async def place(self, name: str, role: WorkerRole, number: int) -> FakeIncarnation:
         await self.room.wait()
-        node = next(node for node in self.addresses if node not in self.avoided)
+        node = next(node for node in self.addresses if node not in {*self.avoided, *self.lost})
         incarnation = FakeIncarnation(name, role, number, lambda: self.is_cut_off, node)
         self.incarnations.append(incarnation)
         self.prepare(incarnation)
@@ -237,7 +239,7 @@ class FakeLauncher:
             NodeDescription(
                 name=node,
                 address=address,
-                is_alive=True,
+                is_alive=node not in self.lost,
                 is_head=node == self.head,
                 is_draining=node in self.avoided,
                 workers=tuple(incarnation.name for incarnation in self.alive if incarnation.node == node),

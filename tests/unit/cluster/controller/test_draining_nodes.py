@@ -244,6 +244,30 @@ async def test_a_node_that_is_gone_is_forgotten() -> None:
         await all_serve_on(tested, "n3")
 
 
+@pytest.mark.parametrize("node", ["n1", "10.0.0.1"])
+async def test_a_command_that_is_sent_again_ends_though_the_node_and_the_controller_have_died(
+    node: str,
+) -> None:
+    launcher, store = two_nodes(), InMemoryStore()
+    async with fleet(fleet_config(), launcher, store) as tested:
+        await all_serve_on(tested, "n1")
+        for worker in launcher.incarnations:
+            worker.may_drain.clear()
+        with pytest.raises(FleetError):
+            await tested.controller.drain_node(node, 0.05)
+        await tested.cut_off()
+        for worker in launcher.incarnations:
+            worker.kill()
+        launcher.lost.add("n1")
+        async with fleet(fleet_config(), launcher, store) as heir:
+            await heir.controller.drain_node(node, 10.0)
+            with pytest.raises(FleetError, match=r"'10\.0\.0\.9'; its nodes are: n2 \(10\.0\.0\.2\)$"):
+                await heir.controller.drain_node("10.0.0.9", 10.0)
+            await all_serve_on(heir, "n2")
+            del launcher.addresses["n1"]
+            await heir.controller.drain_node("n1", 10.0)
+
+
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_the_next_controller_continues_the_drain(has_begun: bool) -> None:
     launcher, store = two_nodes(), InMemoryStore()
