@@ -84,6 +84,7 @@ class GrpcServer:
             try:
                 self.port = self._listen(address)
             except RuntimeError as error:
+                await self._close_ports()
                 or_why = "" if self._certificates is None else _OR_KIND_OF_KEY
                 raise ConfigError(
                     f"gateway.grpc_port: cannot listen on {address}; is it in use{or_why}?"
@@ -95,6 +96,12 @@ class GrpcServer:
         self._health.report_not_serving()
         self._is_closing.set()
         await self._server.stop(grace_s)
+
+    async def _close_ports(self) -> None:
+        """gRPC closes the ports only of a server that was started. Otherwise, clients could connect until this process
+        ends, and its end would print an error."""
+        await self._server.start()
+        await self._server.stop(None)
 
     def _listen(self, address: str) -> int:
         if self._certificates is None:

@@ -162,6 +162,8 @@ async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
         with pytest.raises(ConfigError, match=rf"gateway\.grpc_port: cannot listen on 127\.0\.0\.2:{port}"):
             async with gateway_with(folder, {}, {}, grpc_port=port):
                 raise AssertionError("it started")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize(
