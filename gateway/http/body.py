@@ -15,6 +15,9 @@ def _refuse(value: object) -> None:
         raise PydanticCustomError("not_supported", "this field is not supported; remove it")
 
 
+PARSED = "Accepted and ignored: `parse` and `stream` of the `openai` package add what they read."
+"""The description of the fields that this package adds to an answer, and then sends back with it."""
+
 NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not supported; only `null`.")]
 
 

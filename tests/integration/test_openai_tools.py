@@ -240,6 +240,26 @@ async def test_the_conversation_goes_on_with_the_calls_results(folder: Path) -> 
         assert prompt.startswith("<|im_start|>system\ntools: get_weather{")
 
 
+async def test_the_conversation_goes_on_with_what_the_packages_helpers_read(folder: Path) -> None:
+    """They add their readings of the text and of the arguments to the message."""
+    async with model_says(folder, CALLS) as (under_test, client):
+        asked: Any = {"model": "tiny", "messages": HELLO, "tools": TOOLS}
+        async with client.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+        for completion in (await client.chat.completions.parse(**asked), streamed):
+            message = completion.choices[0].message
+            assert message.tool_calls is not None
+            assert message.tool_calls[0].function.parsed_arguments == Weather(city="Paris \U0001f5fc\n")
+            results: list[Any] = [
+                {"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in message.tool_calls
+            ]
+            await client.chat.completions.create(**asked | {"messages": [*HELLO, message, *results]})
+        for _ in range(4):
+            request = await under_test.workers["d0"].next_request()
+    prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+    assert f"<|im_start|>assistant\n{CALLS}<|im_end|>\n<|im_start|>tool get_weather\nsun" in prompt
+
+
 @pytest.mark.parametrize("family", ["hermes", "generic", "harmony"])
 async def test_a_models_own_way_of_calling(tmp_path: Path, family: str) -> None:
     """By its template: told of the tools, guided by a grammar that compiles, and read."""

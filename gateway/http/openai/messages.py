@@ -8,7 +8,7 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
 from gateway.conversation.checks import MAX_CALLS, MAX_MESSAGES, with_tools_named
-from gateway.http.body import Body, NotSupported
+from gateway.http.body import PARSED, Body, NotSupported
 
 MAX_PARTS = 1024
 MAX_CALL_ID_CHARACTERS = 512
@@ -56,6 +56,7 @@ class CalledFunction(Body):
 
     name: str = Field(min_length=1, max_length=MAX_CALL_NAME_CHARACTERS)
     arguments: str = Field(description="JSON, as the model wrote it.")
+    parsed_arguments: Any = Field(None, description=PARSED)
 
 
 class Call(Body):
@@ -85,6 +86,7 @@ class AssistantMessage(Body):
     )
     audio: NotSupported = None
     function_call: NotSupported = None
+    parsed: Any = Field(None, description=PARSED)
 
     def as_chat_message(self) -> ChatMessage:
         calls = [

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from gateway.http.body import Body, NotSupported
+from gateway.http.body import PARSED, Body, NotSupported
 
 MAX_ITEMS = 4096
 """One conversation has at most this many items, including those of earlier responses."""
@@ -34,6 +34,7 @@ class OutputText(Body):
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = Field(None, description="Accepted and ignored.")
+    parsed: Any = Field(None, description=PARSED)
 
 
 class ReasoningText(Body):
@@ -88,6 +89,7 @@ class FunctionCallItem(Body):
     async_: NotSupported = Field(None, alias="async")
     caller: NotSupported = None
     namespace: Name | None = None
+    parsed_arguments: Any = Field(None, description=PARSED)
 
 
 class FunctionCallOutputItem(Body):

@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 import pytest
 from openai.types.responses import (
+    ParsedResponseFunctionToolCall,
+    ParsedResponseOutputMessage,
     Response,
     ResponseFunctionToolCall,
     ResponseOutputMessage,
@@ -21,6 +23,7 @@ from gateway.http.responses.create_request import (
     InputTokensRequest,
     ResponseRequest,
 )
+from gateway.http.responses.items import ItemReference, as_kept
 
 PAGE = (Path(__file__).parents[5] / "docs" / "responses.md").read_text()
 PUBLIC = {
@@ -117,6 +120,24 @@ def test_objects_of_the_package_may_be_sent_back_whole() -> None:
         items = [item.model_dump(by_alias=by_alias) for item in sent]
         body = ResponseRequest.model_validate({"model": "tiny", "input": items})
         assert [item.type for item in body.items] == ["reasoning", "message", "function_call"]
+
+
+def test_objects_that_the_package_parsed_may_be_sent_back_whole() -> None:
+    text = {"type": "output_text", "text": '{"a": 1}', "annotations": [], "parsed": {"a": 1}}
+    sent = [
+        ParsedResponseOutputMessage[Any].model_validate(
+            {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+        ),
+        ParsedResponseFunctionToolCall.model_validate(
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {}}
+        ),
+    ]
+    items = [item.model_dump(serialize_as_any=True) for item in sent]
+    assert items[0]["content"][0]["parsed"] == {"a": 1}
+    assert items[1]["parsed_arguments"] == {}
+    body = ResponseRequest.model_validate({"model": "tiny", "input": items})
+    kept = [as_kept(item, "x") for item in body.items if not isinstance(item, ItemReference)]
+    assert "parsed" not in str(kept)
 
 
 def test_the_description_has_what_the_package_needs() -> None:
