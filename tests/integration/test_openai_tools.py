@@ -260,6 +260,15 @@ async def test_the_conversation_goes_on_with_what_the_packages_helpers_read(fold
     assert f"<|im_start|>assistant\n{CALLS}<|im_end|>\n<|im_start|>tool get_weather\nsun" in prompt
 
 
+@pytest.mark.parametrize("text", ["<think>All the time", "<call "])
+async def test_a_stream_without_text_and_calls_has_an_empty_content(folder: Path, text: str) -> None:
+    """As the whole answer has. Null would be refused when the answer is sent back."""
+    async with model_says(folder, text, FinishReason.LENGTH) as (under_test, client):
+        assert (await whole(client)).choices[0].message.content == ""
+        *_, last, _ = await raw_events(under_test, HELLO, tools=TOOLS)
+        assert json.loads(last)["choices"][0]["delta"] == {"content": ""}
+
+
 @pytest.mark.parametrize("family", ["hermes", "generic", "harmony"])
 async def test_a_models_own_way_of_calling(tmp_path: Path, family: str) -> None:
     """By its template: told of the tools, guided by a grammar that compiles, and read."""

@@ -28,6 +28,8 @@ ROLE = '"delta":{"role":"assistant","content":""}'
 ROLE_BEFORE_CALLS = '"delta":{"role":"assistant","content":null}'
 """The first delta of each choice if the answers may have calls instead of content."""
 NOTHING_NEW = '"delta":{}'
+EMPTY_TEXT = '"delta":{"content":""}'
+"""The last delta of a choice that has neither text nor calls: as in a whole answer, its content is not null."""
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -64,6 +66,8 @@ class ChatAnswer(OpenAIAnswer):
         self._ends_with_call = [False] * len(parsers)
         """For each choice: whether its last call is complete. Calls never overlap, so then all its calls are
         complete."""
+        self._has_content = [not may_call] * len(parsers)
+        """For each choice of a stream: whether it has text (ROLE has an empty one) or calls."""
 
     def opening(self) -> bytes:
         usage = self._usage_so_far
@@ -103,7 +107,8 @@ class ChatAnswer(OpenAIAnswer):
         joined = _joined(events)
         contents = [(content, NO_END) for event in joined if (content := self._content(index, event))]
         if delta.finish is not None:
-            contents.append((NOTHING_NEW, end_json(delta.finish, self._ends_with_call[index])))
+            last = NOTHING_NEW if self._has_content[index] else EMPTY_TEXT
+            contents.append((last, end_json(delta.finish, self._ends_with_call[index])))
         if delta.logprobs and not contents:
             contents.append((NOTHING_NEW, NO_END))
         return contents
@@ -149,6 +154,7 @@ class ChatAnswer(OpenAIAnswer):
         return [event for event in events if not isinstance(event, Reasoning)]
 
     def _content(self, index: int, event: AnswerEvent) -> str | None:
+        self._has_content[index] |= isinstance(event, Text | CallBegins)
         match event:
             case Text(text):
                 return f'"delta":{{"content":{ascii_json(text)}}}'
