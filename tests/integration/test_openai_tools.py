@@ -260,6 +260,17 @@ async def test_the_conversation_goes_on_with_what_the_packages_helpers_read(fold
     assert f"<|im_start|>assistant\n{CALLS}<|im_end|>\n<|im_start|>tool get_weather\nsun" in prompt
 
 
+async def test_an_answer_as_litellm_sends_it_back(folder: Path) -> None:
+    """It collects the fields of a message that it does not know."""
+    async with model_says(folder, TALKATIVE) as (_, client):
+        message = (await whole(client)).choices[0].message.model_dump()
+        fields = {"provider_specific_fields": {"reasoning": message.pop("reasoning")}}
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "sun"} for call in message["tool_calls"]
+        ]
+        await whole(client, messages=[*HELLO, message | fields, *results])
+
+
 @pytest.mark.parametrize("text", ["<think>All the time", "<call "])
 async def test_a_stream_without_text_and_calls_has_an_empty_content(folder: Path, text: str) -> None:
     """As the whole answer has. Null would be refused when the answer is sent back."""

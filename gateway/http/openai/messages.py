@@ -87,6 +87,9 @@ class AssistantMessage(Body):
     audio: NotSupported = None
     function_call: NotSupported = None
     parsed: Any = Field(None, description=PARSED)
+    provider_specific_fields: Any = Field(
+        None, description="Accepted and ignored: LiteLLM adds it to an answer with reasoning."
+    )
 
     def as_chat_message(self) -> ChatMessage:
         calls = [
