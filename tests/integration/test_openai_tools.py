@@ -271,6 +271,23 @@ async def test_an_answer_as_litellm_sends_it_back(folder: Path) -> None:
         await whole(client, messages=[*HELLO, message | fields, *results])
 
 
+async def test_an_answer_as_the_agents_sdk_for_javascript_sends_it_back(folder: Path) -> None:
+    """Its text is a part, with copies of the message's other fields."""
+    async with model_says(folder, TALKATIVE) as (under_test, client):
+        copied = (await whole(client)).choices[0].message.to_dict()
+        part = {"type": "text", "text": copied.pop("content")} | copied
+        streamed = {"type": "text", "text": "Fine", "annotations": []}
+        assert {"role", "refusal", "reasoning", "reasoning_content", "tool_calls"} < part.keys()
+        turns = [{"role": "assistant", "content": [each]} for each in (part, streamed)]
+        await whole(client, messages=[*HELLO, *turns, *HELLO])
+        for _ in range(2):
+            request = await under_test.workers["d0"].next_request()
+    prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+    assert (
+        "<|im_start|>assistant\nI look < it up.<|im_end|>\n<|im_start|>assistant\nFine<|im_end|>\n" in prompt
+    )
+
+
 @pytest.mark.parametrize("text", ["<think>All the time", "<call "])
 async def test_a_stream_without_text_and_calls_has_an_empty_content(folder: Path, text: str) -> None:
     """As the whole answer has. Null would be refused when the answer is sent back."""

@@ -1,7 +1,7 @@
 """Messages of a chat: converts OpenAI's roles and fields to Baton's types."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -9,6 +9,8 @@ from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
 from gateway.conversation.checks import MAX_CALLS, MAX_MESSAGES, with_tools_named
 from gateway.http.body import PARSED, Body, NotSupported
+
+T = TypeVar("T")
 
 MAX_PARTS = 1024
 MAX_CALL_ID_CHARACTERS = 512
@@ -23,8 +25,20 @@ class TextPart(Body):
     text: str
 
 
-Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
-Content = str | Parts
+class AnswerTextPart(TextPart):
+    """A piece of an answer's text. OpenAI's Agents SDK for JavaScript copies the answer's other fields into it. These
+    fields are accepted and ignored."""
+
+    role: Literal["assistant"] | None = None
+    refusal: NotSupported = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+Parts = Annotated[list[T], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Content = str | Parts[TextPart]
 """A text, or parts that are joined without separators."""
 
 
@@ -72,7 +86,7 @@ class AssistantMessage(Body):
     """An answer of the model. It may be sent back unchanged, with its empty fields."""
 
     role: Literal["assistant"]
-    content: Content | None = Field(None, description="May be null beside tool_calls.")
+    content: str | Parts[AnswerTextPart] | None = Field(None, description="May be null beside tool_calls.")
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(
         None,
