@@ -1,7 +1,7 @@
 """Converts items to the turns of a conversation, and leaves out old turns if a prompt is too long."""
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from baton.errors import TOO_LONG, InvalidRequest, PromptTooLong
@@ -45,20 +45,15 @@ def check_calls(items: Iterable[InputItem]) -> None:
 
 def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     """The items as messages. Reasoning, text and calls that follow each other become one turn of the
-    assistant.
-
-    An incomplete call is left out: its arguments are not valid JSON, and it has no result.
-    """
+    assistant."""
     messages: list[ChatMessage] = []
     names: dict[str, tuple[str | None, str]] = {}
     turn_of: dict[str, int] = {}  # for each call, the number of messages up to its turn
     thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by the number of messages up to their turn
     calls: defaultdict[int, list[ToolCall]] = defaultdict(list)  # also by this number
-    for item in items:
+    for item in _without_cut_calls(items):
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item:
-            case FunctionCallItem(status="incomplete"):
-                pass
             case FunctionCallItem(call_id=call_id):
                 if turn is None:
                     _new_turn(messages)
@@ -86,6 +81,22 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
             messages[number - 1], reasoning=reasoning, tool_calls=tuple(calls[number])
         )
     return tuple(messages)
+
+
+def _without_cut_calls(items: Iterable[KeptItem]) -> Iterator[KeptItem]:
+    """The items without incomplete calls, whose arguments are not valid JSON, and without their results: agents also
+    answer such a call, with an error."""
+    cut: set[str] = set()
+    for item in items:
+        match item:
+            case FunctionCallItem(call_id=call_id, status="incomplete"):
+                cut.add(call_id)
+            case FunctionCallOutputItem(call_id=call_id) if call_id in cut:
+                pass
+            case _:
+                if isinstance(item, FunctionCallItem):
+                    cut.discard(item.call_id)
+                yield item
 
 
 def _new_turn(messages: list[ChatMessage]) -> ChatMessage:

@@ -83,6 +83,21 @@ def test_a_call_that_was_cut_off_is_not_shown_to_the_model() -> None:
     )
 
 
+def test_the_result_of_a_call_that_was_cut_off_is_not_shown_either() -> None:
+    """Some agents answer it, with an error about its arguments."""
+    cut = call(1, status="incomplete", arguments='{"a')
+    items = items_of(USER, call(0), cut, result(0), result(1), call(1), result(1, "5"))
+    assert [
+        (turn.role, turn.content, [each.id for each in turn.tool_calls]) for turn in messages_of(items)
+    ] == [
+        ("user", "Hello", []),
+        ("assistant", "", ["call_0"]),
+        ("tool", "4", []),
+        ("assistant", "", ["call_1"]),
+        ("tool", "5", []),
+    ]
+
+
 def test_a_result_without_its_call_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="input: no function_call with the call_id 'call_7' precedes"):
         messages_of(items_of(USER, result(7)))
