@@ -106,7 +106,7 @@ async def test_input_items_are_listed_a_page_at_a_time(folder: Path) -> None:
         await client.responses.create(model="tiny", input=again)
 
 
-async def test_the_path_that_counts_tokens_is_no_stored_response(folder: Path) -> None:
+async def test_other_paths_of_the_api_are_no_stored_responses(folder: Path) -> None:
     async with (
         gateway_with(folder, {}, {"d0": says}) as under_test,
         under_test.http() as client,
@@ -114,6 +114,10 @@ async def test_the_path_that_counts_tokens_is_no_stored_response(folder: Path) -
         for method in ("GET", "DELETE"):
             answer = await client.request(method, "/v1/responses/input_tokens")
             assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        for method in ("POST", "GET", "DELETE"):
+            answer = await client.request(method, "/v1/responses/compact", json={})
+            path = f"{method} /v1/responses/compact: Not Found"
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, path)
 
 
 async def test_nobody_gets_anything_of_another_callers_responses(folder: Path) -> None:

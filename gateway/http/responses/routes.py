@@ -143,6 +143,11 @@ def responses_routes(
         # Without this route, `input_tokens` would be taken for the id of a response.
         raise HTTPException(405, headers={"allow": "POST"})
 
+    @routes.api_route(f"{PATH}/compact", methods=["POST", "GET", "DELETE"], include_in_schema=False)
+    async def no_compaction() -> Response:
+        # So would `compact`, a path of OpenAI's API, and a POST would get a 405.
+        raise HTTPException(404)
+
     @routes.get(PATH + "/{response_id}", summary="A stored response", **answer)
     async def get(
         response_id: str, request: Request, stream: bool = False, starting_after: int | None = None
