@@ -41,6 +41,9 @@ _KEEP = f"""
 local key, used, sizes = unpack(KEYS)
 local id, response, context = unpack(ARGV, 1, 3)
 local num_bytes, now, ttl_ms, max_bytes, max_responses = tonumber(ARGV[4]), tonumber(ARGV[5]), unpack(ARGV, 6, 8)
+if redis.call('ZCARD', used) == 0 or not redis.call('HGET', sizes, '{TOTAL}') then
+    redis.call('DEL', used, sizes)
+end
 redis.call('HSET', key, '{RESPONSE.decode()}', response, '{CONTEXT.decode()}', context)
 redis.call('PEXPIRE', key, ttl_ms)
 redis.call('ZADD', used, ARGV[5], id)
@@ -68,7 +71,10 @@ while true do
 end
 """
 """Keeps a response. Returns the ids of the caller's responses that must be deleted: those that expired, and the least
-recently used ones beyond the bounds of one caller."""
+recently used ones beyond the bounds of one caller.
+
+A full Redis may evict one of the two indexes. Then both begin anew, without the responses that were kept before: these
+expire by themselves."""
 
 _DELETE = f"""
 local key, used, sizes = unpack(KEYS)

@@ -169,6 +169,21 @@ async def test_redis_sums_the_bytes_of_a_caller(server: RedisServer, monkeypatch
             assert len(sizes) <= 4
 
 
+@pytest.mark.parametrize("index", ["used", "sizes"])
+async def test_a_full_redis_may_evict_an_index(server: RedisServer, index: str) -> None:
+    """The caller can still keep as much as before, also when it has to lose older responses."""
+    async with redis(server) as (one, advance):
+        assert isinstance(one, RedisStore)
+        for name in ("1", "2", "3"):
+            await one.keep("alice", name, stored(name))
+        await one._redis.delete(*[key for key in await keys_of(one) if key.endswith(f":{index}".encode())])
+        for name in ("4", "5", "6", "7"):
+            await one.keep("alice", name, stored(name))
+            advance(1.0)
+        kept = [name for name in ("4", "5", "6", "7") if await one.response("alice", name)]
+        assert kept == ["5", "6", "7"]
+
+
 async def test_memory_forgets_with_time_since_the_last_use() -> None:
     async with memory() as (one, advance):
         await one.keep("alice", "1", stored("1"))
