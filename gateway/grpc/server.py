@@ -120,10 +120,23 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
 
     TLS 1.2 or newer is required (gRPC's default).
     """
-    first = certificates.current()
+    served = first = certificates.current()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """The certificates, if they have changed since the last connection.
+
+        While gRPC takes a configuration, handshakes on its other threads may use the freed one, and the process dies
+        (grpc/grpc#36693). So gRPC gets one only after a change.
+        """
+        nonlocal served
+        if (current := certificates.current()) is served:
+            return None
+        served = current
+        return _configuration(current)
+
     return grpc.dynamic_ssl_server_credentials(
         _configuration(first),
-        lambda: _configuration(certificates.current()),
+        renewed,  # type: ignore[arg-type]  # gRPC's stub lacks the None, which means no change
         require_client_authentication=first.client_ca_pem is not None,
     )
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
+import grpc
 import httpx2
 import openai
 import pytest
@@ -25,6 +26,7 @@ from gateway import GatewayClient, GatewayError
 from gateway.auth import certificates as certificates_module
 from gateway.auth.certificates import Certificates, watched_certificates
 from gateway.auth.credentials import Credentials
+from gateway.grpc.server import _credentials
 from tests.factories.api_keys import ADMIN, ALICE, API_KEYS
 from tests.factories.certificates import CertificateFiles, make_certificate
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
@@ -342,6 +344,23 @@ def test_half_a_renewal_changes_nothing(
     assert certificates.current() is before  # looks are a second apart
     clock.advance(1.0)
     assert certificates.current().cert_pem == (others.folder / "gateway.pem").read_bytes()
+
+
+def test_grpc_gets_certificates_anew_only_after_a_renewal(
+    files: CertificateFiles, others: CertificateFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC asks at each connection. If it always got certificates, simultaneous connections could kill the process."""
+    credentials = Mock()
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", credentials)
+    certificates, clock = watched_copies(files, tmp_path)
+    _credentials(certificates)
+    _, ask = credentials.call_args.args
+    assert [ask(), ask()] == [None, None]
+    for name in ("gateway.pem", "gateway.key"):
+        shutil.copy(others.folder / name, tmp_path)
+    clock.advance(1.0)
+    assert isinstance(ask(), grpc.ServerCertificateConfiguration)
+    assert ask() is None
 
 
 @pytest.mark.parametrize(
