@@ -54,15 +54,20 @@ class CompiledGrammar:
 class Matcher:
     """One request's state in its grammar. A defect of the library fails this request, not the worker."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, start: Any, vocab_size: int) -> None:
+        """`start`: the grammar's LLMatcher at its start. It is only copied, so matchers may share it."""
+        self._start = start
+        self._matcher = start.deep_copy()
         self._vocab_size = vocab_size
-        self._num_consumed = 0
+        self._token_ids: list[int] = []
+        """The consumed tokens."""
+        self._may_try_drafts = True
+        """False once no token could follow a draft. Going back from there takes long, so no other draft is tried."""
         self._defect: str | None = None
 
     def consume(self, token_id: int) -> str | None:
         """Advances by one sampled token; returns why that is impossible, as "field: problem", or None."""
-        self._num_consumed += 1
+        self._token_ids.append(token_id)
         if self._defect is None:
             try:
                 return None if self._matcher.consume_token(token_id) else self._error(token_id)
@@ -71,8 +76,8 @@ class Matcher:
         return f"structured_output: the answer cannot continue: {self._defect}"
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, the grammar allows next."""
-        if self._defect is None:
+        """How many of these tokens, from the first on, the grammar allows next; perhaps fewer."""
+        if self._defect is None and self._may_try_drafts:
             try:
                 return int(self._matcher.validate_tokens(list(token_ids)))
             except BaseException as error:  # also a panic, which is no Exception
@@ -92,7 +97,7 @@ class Matcher:
                 following = self._forced()
                 if not following or not self._matcher.consume_token(following[0]):
                     break
-                self._num_consumed += 1
+                self._token_ids.append(following[0])
                 forced.append(following[0])
                 num_looked_at += len(following)
                 if following[0] in stop_token_ids:
@@ -121,9 +126,9 @@ class Matcher:
 
     def rewind(self, num_tokens: int) -> None:
         """Returns to the state after the first `num_tokens` tokens; the others will be sampled again."""
-        if self._num_consumed > num_tokens:
-            self._matcher.rollback(self._num_consumed - num_tokens)
-            self._num_consumed = num_tokens
+        if len(self._token_ids) > num_tokens:
+            self._matcher.rollback(len(self._token_ids) - num_tokens)
+            del self._token_ids[num_tokens:]
 
     def _forced(self) -> list[int]:
         """The next forced tokens.
@@ -138,21 +143,31 @@ class Matcher:
     def _mask(self, drafts: Sequence[int]) -> bytes:
         """The mask of allowed tokens, as bits.
 
-        After a defect it allows all tokens, and the next token then fails the request.
+        After a defect it allows all tokens, and the next token then fails the request. The same holds for drafts after
+        which no token can follow. But they may be wrong, so they are no defect.
         """
-        if self._defect is None:
+        if self._defect is None and (self._may_try_drafts or not drafts):
             try:
                 num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
                 mask = bytes(self._matcher.compute_bitmask())
-                if self._matcher.is_error():  # the mask allows the end, though the grammar is not complete
-                    self._defect = complaint_of(self._matcher) or "no token can follow by its grammar"
-                elif num_consumed:
-                    self._matcher.rollback(num_consumed)
-                if self._defect is None:
+                if not self._matcher.is_error():
+                    if num_consumed:
+                        self._matcher.rollback(num_consumed)
                     return mask
+                # The mask allows the end, though the grammar is not complete.
+                if drafts:
+                    self._recover()
+                else:
+                    self._defect = complaint_of(self._matcher) or "no token can follow by its grammar"
             except BaseException as error:  # also a panic, which is no Exception
                 self._set_defect(error)
         return b"\xff" * -(-self._vocab_size // 8)
+
+    def _recover(self) -> None:
+        """Makes the library's matcher anew: after an error it cannot go back."""
+        self._may_try_drafts = False
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._token_ids)
 
     def _set_defect(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -267,7 +282,7 @@ class GrammarCompiler:
     def matcher(self, output: StructuredOutput) -> Matcher | None:
         """A matcher at the start of a grammar reported as compiled; None once all requests that use it have ended."""
         compiled = self._find(output)
-        return None if compiled is None else Matcher(compiled.matcher.deep_copy(), self.vocab_size)
+        return None if compiled is None else Matcher(compiled.matcher, self.vocab_size)
 
     def _run(self) -> None:
         while (turn := self._next_turn()) is not None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.request import EngineRequest
+from baton.request import EngineRequest, FinishReason
+from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
+from tests.factories.models import make_tokenizer
 from tests.factories.speculation import (
     NGRAM,
     PLAIN,
@@ -106,3 +108,27 @@ def test_c62_a_hand_over_costs_no_right_draft(engines: EnginesOf, expected: Answ
         assert drafts_of(handed_over) == pytest.approx(drafts_of(whole), abs=1), request.request_id
         num_right += drafts_of(handed_over)[1]
     assert num_right > 50
+
+
+def test_c62_a_wrong_draft_may_lead_to_a_dead_end_of_the_grammar(engines: EnginesOf) -> None:
+    """The grammar allows " no", but nothing after it. This ends only an answer for which this draft is right."""
+    tokenizer = make_tokenizer()
+    grammar = StructuredOutput(GrammarKind.LARK, 'start: "a" (" no" end | " yes")\nend: end "x"')
+    a, yes, no = (tokenizer.encode(text).ids for text in ("a", " yes", " no"))
+    requests = [
+        EngineRequest(
+            request_id=tokenizer.decode(preferred),
+            prompt_token_ids=(*a, *no, *a, *no),
+            sampling_params=SamplingParams(
+                temperature=0.0, structured_output=grammar, logit_bias=dict.fromkeys(preferred, 90.0)
+            ),
+        )
+        for preferred in (yes, no)
+    ]
+    plain = engines.start("plain", speculation=PLAIN, **ROOMY)
+    drafting = engines.start("drafting", speculation={**PLAIN, **NGRAM, "prompt_lookup_min": 1}, **ROOMY)
+    expected, answers = ask(engines, plain, requests), ask_one_by_one(engines, drafting, requests)
+    assert_same(answers, expected)
+    assert tokenizer.decode(answers[" yes"].token_ids) == "a yes"
+    assert answers[" no"].finish_reason is FinishReason.ERROR
+    assert num_drafts(drafting)[0] > 0

@@ -49,3 +49,18 @@ def test_c64_a_long_forced_text_is_taken_in_parts(folder: Path, monkeypatch: pyt
         parts.append(matcher.take_forced(100, frozenset({EOS_TOKEN_ID})))
     assert len(parts) > 2
     assert sum(parts, ()) == (*make_tokenizer().encode(output.source).ids, EOS_TOKEN_ID)
+
+
+def test_after_a_draft_that_leads_to_a_dead_end_no_other_draft_is_tried(folder: Path) -> None:
+    """The way back from there costs as much as all tokens so far."""
+    grammar = StructuredOutput(GrammarKind.LARK, 'start: "a" (" no" end | " yes")\nend: end "x"')
+    matcher, tokenizer = make_matcher(folder, grammar), make_tokenizer()
+    a, yes, no = (tokenizer.encode(text).ids for text in ("a", " yes", " no"))
+    assert [matcher.consume(each) for each in a] == [None]
+    assert matcher.num_valid(no) == len(no)
+    assert matcher.allowed(no).all(), "no answer gets there, unless the draft is right"
+    assert matcher.allowed(yes[:1]).all()
+    assert matcher.num_valid(yes) == 0
+    for token_id in (*yes, EOS_TOKEN_ID):
+        assert matcher.allowed().sum() < len(matcher.allowed())
+        assert matcher.consume(token_id) is None
