@@ -56,6 +56,13 @@ class TokenBytes:
         return str(self._backend.decoder.decode(["a", piece])).removeprefix("a").encode()
 
 
+def num_before(text: str, raw: bytes) -> int:
+    """How many characters of `text` come before the token that completed it, a token of the bytes `raw`. There are some
+    if the tokens before it were parts of characters which it does not continue."""
+    own = raw.decode(errors="replace")
+    return len(text) - len(own) if own and text.endswith(own) else 0
+
+
 def _steps(decoder: Any) -> set[str]:
     """The kinds of steps of a decoder; its state is its JSON from tokenizer.json."""
     if decoder is None:

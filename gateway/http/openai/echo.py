@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from gateway.text import Detokenizer, Tokenizer
+from gateway.text import Detokenizer, Tokenizer, num_before
 
 
 class EchoedPrompt:
@@ -46,7 +46,7 @@ class EchoedPrompt:
             text = self._typed_special(token_id)
         self._offset = min(offset + len(text), len(self.text))
         self.num_remaining -= 1
-        return offset
+        return min(offset + num_before(text, self._tokenizer.token_bytes(token_id)), len(self.text))
 
     def _typed_special(self, token_id: int) -> str:
         """The text of a special token that the client wrote at this place; else empty."""

@@ -16,7 +16,7 @@ from baton.request import TokenLogprobs
 from gateway.http.openai.answers import MIN_LOGPROB
 from gateway.http.openai.echo import EchoedPrompt
 from gateway.http.whole_json import json_string
-from gateway.text import Detokenizer, Tokenizer
+from gateway.text import Detokenizer, Tokenizer, num_before
 
 TOKENS_PER_PIECE = 48
 """With MAX_LOGPROBS log-probabilities for each token, a piece has a thousand numbers, and takes about 0.3 ms to
@@ -166,6 +166,7 @@ class CompletionLogprobsStream:
         """`echo`: the prompt, if its tokens come before those of the answer."""
         self._echo = echo
         self._name = tokens.name
+        self._bytes_of = tokens.tokenizer.token_bytes
         self._detokenizer = Detokenizer(tokens.tokenizer.backend, skip_special_tokens, prompt_token_ids)
         self._offset = 0 if echo is None else len(echo.text)
 
@@ -201,9 +202,10 @@ class CompletionLogprobsStream:
         offset."""
         if self._echo is not None and self._echo.num_remaining:
             return str(self._echo.next_offset(row[0][0]))
-        offset = self._offset
-        self._offset += len(self._detokenizer.push(row[0][0]))
-        return str(offset)
+        offset, token_id = self._offset, row[0][0]
+        text = self._detokenizer.push(token_id)
+        self._offset += len(text)
+        return str(offset + num_before(text, self._bytes_of(token_id)))
 
 
 def _own_number(row: Row) -> str:

@@ -31,12 +31,14 @@ from gateway.http.openai.echo import EchoedPrompt
 from gateway.http.openai.logprobs import (
     CompletionLogprobsStream,
     CompletionTokens,
+    LogprobColumns,
     RankedTokens,
     token_name,
 )
 from gateway.http.openai.openai_answer import AnswerHead
 from gateway.requests.request import Delta
 from gateway.text import Tokenizer
+from gateway.text.token_bytes import TokenBytes
 from tests.factories.answers import finish_of, top_of
 from tests.factories.gateway import prompt_logprobs_of
 
@@ -78,6 +80,18 @@ def test_a_token_that_the_tokenizer_put_before_a_text_has_no_room(tokenizer: Tok
     assert offsets == [0, *offsets_of(EchoedPrompt(tokenizer, TYPED, without, True, True), without)]
 
 
+def test_a_token_after_bytes_that_form_no_character_begins_behind_them(tokenizer: Tokenizer) -> None:
+    (byte,) = (token_id for token_id in range(300) if tokenizer.token_bytes(token_id) == b"\xe2")
+    token_ids = (*tokenizer.encode("a"), byte, byte, *tokenizer.encode("ab\u00e9"))
+    text = tokenizer.decode(token_ids, True)
+    assert text == "a\ufffd\ufffdab\u00e9"
+    offsets = [0, 1, 1, 3, 4, 5, 5]
+    assert offsets_of(EchoedPrompt(tokenizer, text, token_ids, False, True), token_ids) == offsets
+    writer = CompletionLogprobsStream(CompletionTokens(tokenizer), True, ())
+    columns = LogprobColumns([TokenLogprobs(token_id, -1.0, 1, ()) for token_id in token_ids])
+    assert json.loads("".join(writer.write(columns)))["text_offset"] == offsets
+
+
 def test_a_space_that_the_tokenizer_put_before_a_text_has_no_room() -> None:
     words = {"<s>": 0, "\u2581the": 1, "\u2581cache": 2}
     backend = RustTokenizer(models.WordLevel(words, unk_token="<s>"))
@@ -87,7 +101,7 @@ def test_a_space_that_the_tokenizer_put_before_a_text_has_no_room() -> None:
 
     class Words:
         def __init__(self) -> None:
-            self.backend = backend
+            self.backend, self.token_bytes = backend, TokenBytes(backend).of
 
         def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
             return str(backend.decode([*token_ids], skip_special_tokens=skip_special_tokens))

@@ -42,7 +42,7 @@ from gateway.http.openai.logprobs import (
 from gateway.http.openai.openai_answer import AnswerHead, OpenAIAnswer
 from gateway.http.whole_json import PIECE_CHARACTERS
 from gateway.requests.request import Delta, Finish, GatewayRequest
-from gateway.text import Detokenizer, TextStream, Tokenizer
+from gateway.text import Detokenizer, TextStream, Tokenizer, num_before
 from gateway.turn_budget import TURN_S
 from tests.factories.answers import Answering, WorkClock, finish_of, long_answer, top_of
 
@@ -111,8 +111,9 @@ def one_go_completion(
         detokenizer = Detokenizer(tokenizer.backend, True, PROMPT)
         offsets, offset = [], 0
         for position in positions:
-            offsets.append(offset)
-            offset += len(detokenizer.push(position.token_id))
+            text = detokenizer.push(position.token_id)
+            offsets.append(offset + num_before(text, tokenizer.token_bytes(position.token_id)))
+            offset += len(text)
         return CompletionLogprobs(
             [name(each.token_id) for each in positions],
             [max(each.logprob, MIN_LOGPROB) for each in positions],
