@@ -142,7 +142,7 @@ def _scheme_of(weights: object, stored_as: object, key_path: str) -> Scheme:
 def _sharing(weights: Mapping[str, Any], key_path: str) -> tuple[int | None, int | None]:
     """How many outputs, and how many inputs, share a scale."""
     size, block = weights.get("group_size"), weights.get("block_structure")
-    strategy = weights.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy == "tensor":
         return None, None
     if strategy == "channel":
@@ -321,7 +321,7 @@ def _names(config: Mapping[str, Any], key: str, key_path: str) -> tuple[str, ...
             continue
         try:
             re.compile(name.removeprefix("re:"))
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ModelError(
                 f"{key_path}.{key}: {name!r} is not a valid regular expression: {error}"
             ) from None
@@ -330,13 +330,13 @@ def _names(config: Mapping[str, Any], key: str, key_path: str) -> tuple[str, ...
 
 def _count(value: object, key_path: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{key_path} must be a positive integer, got {value!r}")
+        raise ModelError(f"{key_path} must be a positive integer, got {value!r:.80}")
     return value
 
 
 def _block(value: object, key_path: str) -> tuple[int, int]:
     if isinstance(value, str):  # "128x128", of older files
-        value = [int(size) if size.isdigit() else size for size in value.split("x")]
+        value = [int(size) if re.fullmatch("[0-9]{1,9}", size) else size for size in value.split("x")]
     if not isinstance(value, list) or len(value) != 2:
         raise ModelError(f"{key_path} must be two sizes, got {value!r:.80}")
     return _count(value[0], key_path), _count(value[1], key_path)
