@@ -6,18 +6,24 @@ from typing import Any
 from baton.errors import ModelError
 
 
-def count_of(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """The positive integer of this key; ModelError names the key and its value if the value is anything else."""
+def count_of(
+    config: Mapping[str, Any], key: str, default: int | None = None, *, most: int = 2**31 - 1
+) -> int:
+    """The positive integer of this key; ModelError names the key and its value if the value is anything else, or if it
+    is greater than `most`."""
     value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{key} must be a positive integer, got {value!r:.80}")
+    if value > most:
+        raise ModelError(f"{key} must be at most {most:,}, got {value!r:.80}")
     return value
 
 
 def positive_of(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """The positive number of this key; ModelError names the key and its value if the value is anything else."""
+    """The positive number of this key, neither tiny nor huge, which is safe to divide by; ModelError names the key and
+    its value if the value is anything else."""
     value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < 1e30:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 1e-30 < value < 1e30:
         raise ModelError(f"{key} must be a positive number, got {value!r:.80}")
     return float(value)
 

@@ -11,6 +11,8 @@ from engine.families import KEYS_READ, Family
 
 LEAST_SUM = 1e-20
 """Added to sums of sigmoids, which may all be 0."""
+MAX_EXPERTS = 4096
+"""A layer has at most this many experts. llama.cpp's limit is 512."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +93,8 @@ def _num_experts(config: Mapping[str, Any], family: Family) -> int:
     """The number of experts. transformers has two keys for it, and accepts either."""
     _check_equal(config, "num_experts", "num_local_experts")
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    return count_of(config, key, {Family.MIXTRAL: 8, Family.MINIMAX_M2: 256}.get(family, 128))
+    default = {Family.MIXTRAL: 8, Family.MINIMAX_M2: 256}.get(family, 128)
+    return count_of(config, key, default, most=MAX_EXPERTS)
 
 
 def _clamped(config: Mapping[str, Any]) -> ClampedSwiglu:
@@ -134,7 +137,8 @@ def _with_shared_experts(config: Mapping[str, Any], family: Family) -> Mixture:
         refuse_other(config, "norm_topk_prob", False)
         refuse_other(config, "topk_method", "greedy", "group_limited_greedy")
     is_grouped = is_v3 or config.get("topk_method") == "group_limited_greedy"
-    size, num_experts = count_of(config, "moe_intermediate_size"), count_of(config, "n_routed_experts")
+    size = count_of(config, "moe_intermediate_size")
+    num_experts = count_of(config, "n_routed_experts", most=MAX_EXPERTS)
     num_groups, num_chosen_groups, num_chosen = _groups(config, num_experts, is_grouped=is_grouped)
     return Mixture(
         num_experts=num_experts,

@@ -16,6 +16,8 @@ from engine.rope_config import RopeConfig, RopeType, read_rope, read_ropes_by_ki
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
+MAX_LAYERS = 1024
+"""A model has at most this many layers. Each layer needs memory before any weight is read."""
 _WITHOUT_ATTENTION_BIAS = (Family.MISTRAL, Family.MIXTRAL, Family.MINIMAX_M2, Family.QWEN2, Family.PHI3)
 _WITH_MLP_BIAS = (Family.LLAMA, Family.SMOLLM3, Family.GRANITE)
 """The families for which transformers ignores `attention_bias`, and the families for which it reads `mlp_bias`. Qwen2
@@ -174,7 +176,8 @@ def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) 
     config = {**DEFAULTS[family], **given}
     if family is Family.MINIMAX_M2:
         _minimax(config)
-    num_layers, num_heads = count_of(config, "num_hidden_layers"), count_of(config, "num_attention_heads")
+    num_layers = count_of(config, "num_hidden_layers", most=MAX_LAYERS)
+    num_heads = count_of(config, "num_attention_heads")
     latent = read_latent(config, family)
     num_kv_heads = count_of(config, "num_key_value_heads", num_heads) if latent is None else 1
     hidden_size, max_length = count_of(config, "hidden_size"), count_of(config, "max_position_embeddings")
@@ -264,8 +267,8 @@ def _gemma(architecture: ModelArchitecture, config: Mapping[str, Any]) -> ModelA
 def _guessing_layers(config: Mapping[str, Any], family: Family) -> int:
     key = "num_nextn_predict_layers"
     number = config.get(key) or 0 if key in KEYS_READ[family] else 0
-    if not isinstance(number, int) or number < 0:
-        raise ModelError(f"{key} must be an integer of at least 0, got {number!r}")
+    if not isinstance(number, int) or not 0 <= number <= MAX_LAYERS:
+        raise ModelError(f"{key} must be an integer from 0 to {MAX_LAYERS:,}, got {number!r:.80}")
     return number
 
 

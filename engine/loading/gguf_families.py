@@ -7,6 +7,7 @@ from typing import Any
 from baton.errors import ModelError
 from engine.loading.gguf import GgufFile
 from engine.loading.gguf_keys import floats_in, positive_in, size_in
+from engine.mixture_config import MAX_EXPERTS
 
 Config = dict[str, Any]
 """The content of a config.json."""
@@ -16,8 +17,6 @@ llama.cpp has them in its code, too."""
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GPT_OSS_PATTERN = 2
 """Every second layer has no window."""
-MAX_EXPERTS = 4096
-"""A layer has at most this many experts. llama.cpp's limit is 512."""
 ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """LongRoPE's divisors: the key of config.json -> the tensor."""
 SMOLLM3_PATTERN = 4

@@ -37,7 +37,9 @@ def test_deepseek_v2_chooses_by_groups_only_if_it_says_so(tmp_path: Path) -> Non
         ("num_experts_per_tok", 129, "num_experts_per_tok must be at most the 128 experts of a choice"),
         ("n_shared_experts", 0, "n_shared_experts must be a positive integer, got 0"),
         ("routed_scaling_factor", 0, "routed_scaling_factor must be a positive number, got 0"),
-        ("num_nextn_predict_layers", "x", "num_nextn_predict_layers must be an integer of at least 0"),
+        ("num_nextn_predict_layers", "x", "num_nextn_predict_layers must be an integer from 0 to 1,024"),
+        ("num_nextn_predict_layers", 10**9, "num_nextn_predict_layers must be an integer from 0 to 1,024"),
+        ("n_routed_experts", 10**9, "n_routed_experts must be at most 4,096, got 1000000000"),
     ],
 )
 def test_values_that_deepseek_cannot_have_are_named(

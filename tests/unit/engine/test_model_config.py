@@ -206,6 +206,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
             "quantization_config.quant_method ['x'] is not supp",
         ),
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be a positive integer, got '3'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1,024, got 1000000000"),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],

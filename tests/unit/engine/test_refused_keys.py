@@ -220,6 +220,13 @@ def test_another_activation_is_refused(tmp_path: Path, family: Family) -> None:
             "partial_rotary_factor 2.0 of heads of 16 does not give an even",
         ),
         (Family.MIXTRAL, "num_local_experts", 0, "num_local_experts must be a positive integer, got 0"),
+        (
+            Family.MIXTRAL,
+            "num_local_experts",
+            10**9,
+            "num_local_experts must be at most 4,096, got 1000000000",
+        ),
+        (Family.GRANITE, "residual_multiplier", 1e-300, "residual_multiplier must be a positive number"),
         (Family.GPT_OSS, "swiglu_limit", 0, "swiglu_limit must be a positive number, got 0"),
         (
             Family.GPT_OSS,
