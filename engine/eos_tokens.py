@@ -26,7 +26,7 @@ def named_eos_token_ids(folder: Path) -> tuple[int, ...]:
 def _named(folder: Path, name: str) -> tuple[int, ...]:
     given = _read(folder / name).get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+    if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
         raise ModelError(
             f"{folder / name}: eos_token_id must be a token, a list of tokens, or null, got {given!r:.80}"
         )

@@ -223,11 +223,16 @@ def _scaled(
     if low >= high:
         raise ModelError(f"high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})")
     factor = positive_of(values, "factor", length_factor)
+    extended = int(factor * original) if plain.rope_type is RopeType.YARN and original else 0
+    if extended >= 2**31:
+        raise ModelError(
+            f"factor ({factor:g}) times original_max_position_embeddings ({original:,}) must be less than 2**31"
+        )
     return replace(
         plain,
         factor=factor,
         original_max_position_embeddings=original or max_length,
-        extended_length=int(factor * original) if plain.rope_type is RopeType.YARN and original else 0,
+        extended_length=extended,
         low_freq_factor=low,
         high_freq_factor=high,
         beta_fast=positive_or_zero_of(values, "beta_fast") or plain.beta_fast,

@@ -22,7 +22,7 @@ def test_generation_config_names_the_end_tokens_first(tmp_path: Path) -> None:
     assert read_eos_token_ids(tmp_path) == ()
 
 
-@pytest.mark.parametrize("value", ["</s>", -1, 1.5, True, [2, "x"], {"a": 1}], ids=str)
+@pytest.mark.parametrize("value", ["</s>", -1, 2**31, 1.5, True, [2, "x"], {"a": 1}], ids=str)
 def test_end_tokens_that_are_no_tokens_are_refused(tmp_path: Path, value: object) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(

@@ -189,6 +189,10 @@ def test_yarn_s_turns_of_zero_mean_its_own(tmp_path: Path) -> None:
         ({**YARN, "beta_fast": "x"}, "beta_fast must be a positive number, got 'x'"),
         ({**YARN, "attention_factor": []}, "attention_factor must be a positive number, got []"),
         ({**YARN, "truncate": "no"}, "truncate must be true or false, got 'no'"),
+        (
+            {**YARN, "factor": 1e7},
+            "factor (1e+07) times original_max_position_embeddings (256) must be less than 2**31",
+        ),
         ({**YARN, "rope_theta": 1.0}, "rope_theta of rope type 'yarn' must not be 1"),
         (
             {**YARN, "original_max_position_embeddings": 2.5},
