@@ -36,6 +36,22 @@ def keep_freed_memory() -> bool:
     return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
 
 
+def return_freed_memory() -> None:
+    """Returns the buffers that are free now to the system; does nothing without glibc.
+
+    While a model is loaded, matrices are converted and packed. The buffers of this, which no step needs again, may
+    have as many bytes as all weights.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    try:
+        trim = libc.malloc_trim
+    except AttributeError:  # musl
+        return
+    trim(ctypes.c_size_t(0))
+
+
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be allocated without swapping: Linux' estimate, or less if the cgroups of this process allow
     less.

@@ -15,7 +15,7 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.cpus import find_machine
 from baton.system.curve import PlaneKeys
-from engine.allocator import available_memory, keep_freed_memory
+from engine.allocator import available_memory, keep_freed_memory, return_freed_memory
 from engine.capacity import Capacity, largest_steps, rank_capacity, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
@@ -170,6 +170,7 @@ def build_device_engine(
     draft = load_draft(
         config, model_path, model, lambda done, count: on_progress("loading the draft model", done, count)
     )
+    return_freed_memory()
     # To measure the memory of a step, all kernels are launched for the first time here.
     with _naming_assembler(compiler, device):
         capacity = wait.until_it_fits(

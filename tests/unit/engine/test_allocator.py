@@ -6,14 +6,49 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
-from engine.allocator import available_memory, keep_freed_memory
+from baton.clock import SystemClock
+from baton.config import BatonConfig
+from engine.allocator import available_memory, keep_freed_memory, return_freed_memory
+from engine.build import build_device_engine
+from engine.collectives import SINGLE_RANK
+from engine.loading.footprint import footprint
+from tests.factories.models import make_model_dir
 
 
 def test_glibc_takes_the_settings() -> None:
     is_glibc = platform.libc_ver()[0] == "glibc"
     assert keep_freed_memory() is is_glibc
     assert bytearray(50 * 2**20).count(0) == 50 * 2**20
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_what_only_loading_needed_is_given_back(tmp_path: Path) -> None:
+    """A table of 64 MiB in float32 is loaded from bfloat16, and packed in bfloat16."""
+    folder = make_model_dir(tmp_path, vocab_size=2**18, dtype="bfloat16", tie_word_embeddings=True)
+    config = BatonConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "engine": {"num_threads": torch.get_num_threads()},
+            "scheduler": {"num_blocks": 65, "max_model_len": 1024},
+        }
+    )
+    return_freed_memory()
+    before = own_memory()
+    engine = build_device_engine(
+        config, None, folder, "incarnation", SINGLE_RANK, SystemClock(), Mock(), Mock()
+    )
+    added = own_memory() - before
+    engine.connector.shutdown()
+    engine.free()
+    assert added < 1.25 * footprint(config, folder).weight_bytes
+
+
+def own_memory() -> int:
+    """Bytes of this process' memory that is neither shared nor a file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def test_what_is_available_is_less_than_all_and_more_than_nothing() -> None:
