@@ -49,7 +49,9 @@ class PlainTokenizer:
                 and not any((folder / name).exists() for name in OTHER_FILES)
             )
             return cls(folder, RustTokenizer.from_str(content), special) if is_plain else None
-        except Exception:  # the library raises bare Exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # the library raises bare Exceptions, and panics, which are no Exceptions
             return None
 
     def __init__(self, folder: Path, backend: RustTokenizer, special_tokens: dict[str, str]) -> None:

@@ -220,7 +220,11 @@ def _by_transformers(folder: Path) -> Any:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # damaged or newer files make the libraries raise anything
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # damaged or newer files make the libraries raise anything, also Rust's panics
         problem = (
             str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         )

@@ -19,6 +19,15 @@ def with_another_kind(folder: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def with_a_prefix_longer_than_tokens(folder: Path) -> None:
+    """The library panics: its exception is no Exception."""
+    path = folder / "tokenizer.json"
+    content: dict[str, Any] = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than any token"
+    path.write_text(json.dumps(content))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
 def with_sentencepiece_alone(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"pieces")
@@ -32,6 +41,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "KeyError: 'added_tokens'",
     ),
     "of a later version": (with_another_kind, "Exception: data did not match any variant"),
+    "panicking": (with_a_prefix_longer_than_tokens, "PanicException"),
     "a list as configuration": (
         lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
         "AttributeError",
