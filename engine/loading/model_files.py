@@ -42,9 +42,15 @@ def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX_NAME}: expected a 'weight_map' from tensor names to files")
     names = sorted({str(name) for name in weight_map.values()})
-    if outside := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
+    if outside := [name for name in names if not _is_inside(name)]:
         raise ModelError(f"{folder / INDEX_NAME}: {outside[0]!r:.80} is not a file of this folder")
     return names
+
+
+def _is_inside(name: str) -> bool:
+    """Whether this may be the name of a file below a folder. Linux refuses names of more than 255 bytes."""
+    is_short = len(name.encode(errors="replace")) < 256
+    return is_short and not name.startswith("/") and ".." not in name.split("/")
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -86,10 +86,12 @@ def test_a_single_file_comes_before_an_index(tmp_path: Path) -> None:
     assert indexed_files(tmp_path) == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", ".."])
+@pytest.mark.parametrize(
+    "name", ["/etc/x.safetensors", "../x.safetensors", "a/../../x.safetensors", "..", 300 * "x"]
+)
 def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-    with pytest.raises(ModelError, match=rf"index\.json: '{name}' is not a file of this folder"):
+    with pytest.raises(ModelError, match=rf"index\.json: {repr(name)[:80]} is not a file of this folder"):
         indexed_files(tmp_path)
 
 
