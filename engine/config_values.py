@@ -5,10 +5,14 @@ from typing import Any
 
 from baton.errors import ModelError
 
+MAX_SIZE = 2**18
+"""The largest size of a layer, as for GGUF files. A loader lists the dimensions of heads before it compares sizes with
+those of the tensors."""
+MAX_TOKENS = 2**31 - 1
+"""The most tokens of a vocabulary, and the most positions."""
 
-def count_of(
-    config: Mapping[str, Any], key: str, default: int | None = None, *, most: int = 2**31 - 1
-) -> int:
+
+def count_of(config: Mapping[str, Any], key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
     """The positive integer of this key; ModelError names the key and its value if the value is anything else, or if it
     is greater than `most`."""
     value = default if config.get(key) is None else config[key]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import ModelError
-from engine.config_values import count_of, flag_of, positive_of, refuse_other
+from engine.config_values import MAX_TOKENS, count_of, flag_of, positive_of, refuse_other
 from engine.families import DEFAULTS, KEYS_READ, Family, family_of, refuse_unsupported
 from engine.latent_config import MAX_GPU_RANK, MAX_GPU_ROTARY_DIM, LatentAttention, read_latent
 from engine.mixture_config import Mixture, read_mixtures
@@ -180,7 +180,8 @@ def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) 
     num_heads = count_of(config, "num_attention_heads")
     latent = read_latent(config, family)
     num_kv_heads = count_of(config, "num_key_value_heads", num_heads) if latent is None else 1
-    hidden_size, max_length = count_of(config, "hidden_size"), count_of(config, "max_position_embeddings")
+    hidden_size = count_of(config, "hidden_size")
+    max_length = count_of(config, "max_position_embeddings", most=MAX_TOKENS)
     if latent is None:
         default = DEFAULTS[family].get("head_dim", hidden_size // num_heads)
         head_dim = rope_dim = count_of(config, "head_dim", default)
@@ -196,7 +197,7 @@ def architecture_of(given: Mapping[str, Any], max_model_len: int | None = None) 
     has_bias = flag_of(config, "attention_bias") and family not in _WITHOUT_ATTENTION_BIAS
     architecture = ModelArchitecture(
         family=family,
-        vocab_size=count_of(config, "vocab_size"),
+        vocab_size=count_of(config, "vocab_size", most=MAX_TOKENS),
         hidden_size=hidden_size,
         intermediate_size=count_of(config, "intermediate_size"),
         num_layers=num_layers,

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from baton.errors import ModelError
-from engine.config_values import count_of, flag_of, object_of, positive_of, positive_or_zero_of
+from engine.config_values import MAX_TOKENS, count_of, flag_of, object_of, positive_of, positive_or_zero_of
 from engine.families import DEFAULTS, Family, is_without_effect
 
 
@@ -175,7 +175,7 @@ def _rope(
         return plain
     key = "original_max_position_embeddings"
     given = values if config.get(key) is None else config
-    original = None if given.get(key) is None else count_of(given, key)
+    original = None if given.get(key) is None else count_of(given, key, most=MAX_TOKENS)
     if rope_type is RopeType.LONGROPE:
         return _longrope(
             plain, values, rotary_dim or head_dim, original or max_length, max_length, max_model_len

@@ -28,6 +28,7 @@ def test_deepseek_v2_chooses_by_groups_only_if_it_says_so(tmp_path: Path) -> Non
         ("num_key_value_heads", 2, "num_key_value_heads (2) must equal num_attention_heads (4)"),
         ("qk_rope_head_dim", 7, "qk_rope_head_dim must be even, got 7"),
         ("kv_lora_rank", 0, "kv_lora_rank must be a positive integer, got 0"),
+        ("qk_nope_head_dim", 2**30, "qk_nope_head_dim must be at most 262,144, got 1073741824"),
         ("kv_lora_rank", 7, "kv_lora_rank must be even, got 7"),
         ("q_lora_rank", "x", "q_lora_rank must be a positive integer, got 'x'"),
         ("first_k_dense_replace", -1, "first_k_dense_replace must be an integer of at least 0, got -1"),

@@ -190,6 +190,7 @@ def test_both_spellings_of_rope_scaling_mean_the_same(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"num_key_value_heads": -1}, "num_key_value_heads must be a positive integer, got -1"),
         ({"head_dim": -16}, "head_dim must be a positive integer, got -16"),
+        ({"head_dim": 2**30}, "head_dim must be at most 262,144, got 1073741824"),
         ({"head_dim": 15}, "head_dim must be even, got 15"),
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
