@@ -54,10 +54,12 @@ class CompiledGrammar:
 class Matcher:
     """One request's state in its grammar. A defect of the library fails this request, not the worker."""
 
-    def __init__(self, start: Any, vocab_size: int) -> None:
-        """`start`: the grammar's LLMatcher at its start. It is only copied, so matchers may share it."""
+    def __init__(self, start: Any, tokenizer: Any, vocab_size: int) -> None:
+        """`start`: the grammar's LLMatcher at its start. It is only copied, so matchers may share it. `tokenizer`: the
+        grammar's llguidance.LLTokenizer."""
         self._start = start
         self._matcher = start.deep_copy()
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []
         """The consumed tokens."""
@@ -136,9 +138,27 @@ class Matcher:
         Only the first token is certain: after it, the library may divide the text differently.
         """
         if not self._matcher.is_stopped():
-            return list(self._matcher.compute_ff_tokens())
+            first, *rest = self._matcher.compute_ff_tokens() or [None]
+            return [] if first is None else [self._ordinary(first), *rest]
         allowed: list[int] = np.flatnonzero(self.allowed()).tolist()
         return allowed if len(allowed) == 1 else []
+
+    def _ordinary(self, token_id: int) -> int:
+        """The first token of a forced text, given the library's choice. If the text begins with the text of a special
+        token, the library chooses this token, although the grammar allows only ordinary tokens."""
+        if not self._tokenizer.is_special_token(token_id) or self._matcher.validate_tokens([token_id]):
+            return token_id
+        text = bytes(self._matcher.compute_ff_bytes()).decode(errors="ignore")
+        return int(self._tokenizer.greedy_tokenize(text)[0])
+
+    def _without_special(self, mask: bytes) -> bytes:
+        """The mask before a forced text, with `_ordinary` applied."""
+        allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        token_id = int(allowed.argmax())
+        if (ordinary := self._ordinary(token_id)) == token_id:
+            return mask
+        allowed[[token_id, ordinary]] = 0, 1
+        return np.packbits(allowed, bitorder="little").tobytes()
 
     def _mask(self, drafts: Sequence[int]) -> bytes:
         """The mask of allowed tokens, as bits.
@@ -151,6 +171,8 @@ class Matcher:
                 num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
                 mask = bytes(self._matcher.compute_bitmask())
                 if not self._matcher.is_error():
+                    if self._matcher.compute_ff_bytes():
+                        mask = self._without_special(mask)
                     if num_consumed:
                         self._matcher.rollback(num_consumed)
                     return mask
@@ -282,7 +304,9 @@ class GrammarCompiler:
     def matcher(self, output: StructuredOutput) -> Matcher | None:
         """A matcher at the start of a grammar reported as compiled; None once all requests that use it have ended."""
         compiled = self._find(output)
-        return None if compiled is None else Matcher(compiled.matcher, self.vocab_size)
+        if compiled is None:
+            return None
+        return Matcher(compiled.matcher, self._library.load_tokenizer(), self.vocab_size)
 
     def _run(self) -> None:
         while (turn := self._next_turn()) is not None:

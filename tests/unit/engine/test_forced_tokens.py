@@ -14,7 +14,7 @@ from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 def make_matcher(folder: Path, output: StructuredOutput) -> Matcher:
     vocab_size = make_tokenizer().get_vocab_size()
     library = GrammarLibrary(folder / "tokenizer.json", vocab_size, (EOS_TOKEN_ID,))
-    return Matcher(library.compile(output).matcher, vocab_size)
+    return Matcher(library.compile(output).matcher, library.load_tokenizer(), vocab_size)
 
 
 def test_c64_forced_tokens_are_the_only_ones_allowed_in_their_places(folder: Path) -> None:
@@ -64,3 +64,15 @@ def test_after_a_draft_that_leads_to_a_dead_end_no_other_draft_is_tried(folder: 
     for token_id in (*yes, EOS_TOKEN_ID):
         assert matcher.allowed().sum() < len(matcher.allowed())
         assert matcher.consume(token_id) is None
+
+
+@pytest.mark.parametrize("source", ["<\\|im_start\\|>", "one <\\|im_start\\|>two( three)?"])
+def test_c64_a_forced_text_that_spells_a_special_token_has_ordinary_tokens(folder: Path, source: str) -> None:
+    output = StructuredOutput(GrammarKind.REGEX, source)
+    ahead, matcher = make_matcher(folder, output), make_matcher(folder, output)
+    forced = ahead.take_forced(100, frozenset({EOS_TOKEN_ID}))
+    for token_id in forced:
+        assert matcher.allowed().nonzero()[0].tolist() == [token_id]
+        assert matcher.consume(token_id) is None
+    text = make_tokenizer().decode(list(forced), skip_special_tokens=True)
+    assert text == source.replace("\\", "").removesuffix("( three)?")

@@ -183,11 +183,11 @@ class Panicking:
 
 
 def test_c13_a_panic_of_the_library_fails_the_request_that_it_concerns() -> None:
-    matcher = Matcher(Panicking(), 12)
+    matcher = Matcher(Panicking(), None, 12)
     assert matcher.allowed().all()
     assert "cannot continue: index out of bounds" in (matcher.consume(1) or "")
-    assert "cannot continue: index out of bounds" in (Matcher(Panicking(), 12).consume(1) or "")
-    guessing = Matcher(Panicking(), 12)
+    assert "cannot continue: index out of bounds" in (Matcher(Panicking(), None, 12).consume(1) or "")
+    guessing = Matcher(Panicking(), None, 12)
     assert guessing.num_valid([1, 2]) == 0
     assert "cannot continue: index out of bounds" in (guessing.consume(1) or "")
 
