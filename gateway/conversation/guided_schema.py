@@ -1,6 +1,7 @@
 """Converts JSON schemas for grammars: closes objects, drops keywords without effect, and fixes the spacing of calls."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -69,6 +70,12 @@ _VALUES = ("const", "enum", "default", "examples")
 """Keywords with JSON values, which are no schemas even if they look like some."""
 
 
+EXACT_BITS = 53
+"""A grammar holds numbers as floats of 64 bits, so it cannot hold every integer that has more bits than this."""
+_LONG_NUMBER = re.compile(r"[0-9]{16}")
+"""Only integers that have at least this many digits may have more bits."""
+
+
 def guided_schema(tool: Tool) -> str:
     """The schema of a tool's arguments as JSON text. Raises InvalidRequest, which names `tools`, if the tool's
     parameters cannot be guided.
@@ -77,11 +84,13 @@ def guided_schema(tool: Tool) -> str:
     properties that a model invents, and a small model may invent them without end.
     """
     check_parameters(tool)
+    whose = f"the parameters of '{tool.name}'"
+    _check_integers("tools", whose, tool.parameters)
     schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
     source = json.dumps(schema, ensure_ascii=False)
     # A larger schema is not checked: its grammar is mostly too large anyway.
     if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:
-        check_ends("tools", f"the parameters of '{tool.name}'", schema)
+        check_ends("tools", whose, schema)
     return source
 
 
@@ -134,11 +143,12 @@ def spaced(source: str) -> str:
 def checked_response_format(response_format: StructuredOutput) -> StructuredOutput:
     """The response format with closed objects, as in the schemas of tools, and without keywords that have no effect:
     the compiler of grammars refuses some of these. Raises InvalidRequest if a client's schema has a part that only an
-    endless value would match, or if the schema has SPACING_KEY, with which an answer might not be JSON. The compiler
-    reads this key only at the schema's top.
+    endless value would match, if it lists an integer that a grammar would change, or if it has SPACING_KEY, with which
+    an answer might not be JSON. The compiler reads this key only at the schema's top.
     """
     may_change = any(f'"{key}"' in response_format.source for key in ("format", "uniqueItems", "properties"))
     has_sign = may_change or any(sign in response_format.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
+    has_sign = has_sign or _LONG_NUMBER.search(response_format.source) is not None
     if response_format.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
         return response_format
     try:
@@ -147,6 +157,7 @@ def checked_response_format(response_format: StructuredOutput) -> StructuredOutp
             return response_format
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
+        _check_integers("structured_output", "the schema", schema)
         check_ends("structured_output", "the schema", schema)
         if may_change and (guided := _guided(schema, _may_close(schema))) != schema:
             source = _short_json(guided)
@@ -234,6 +245,41 @@ def _is_idle(key: str, value: Any) -> bool:
     if key == "format":
         return not isinstance(value, str) or value not in FORMATS
     return key in REMARKS or (key == "uniqueItems" and value is False)
+
+
+def _check_integers(field: str, whose: str, schema: Any) -> None:
+    """Raises InvalidRequest if `const` or `enum` lists an integer in place of which the model would have to write
+    another one."""
+    parts = [schema]
+    for part in parts:  # the body appends to the list
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, Mapping):
+            continue
+        for key, value in part.items():
+            if key in ("const", "enum"):
+                _check_listed(field, f"in {whose}, '{key}'", value)
+            elif key in _MAPS and isinstance(value, Mapping):
+                parts += value.values()
+            elif key in (*_CONDITIONS, *_TUPLES, *_SCHEMAS, *_ALTERNATIVES):
+                parts.append(value)
+
+
+def _check_listed(field: str, where: str, listed: Any) -> None:
+    values = [listed]
+    for value in values:  # the body appends to the list
+        if isinstance(value, list | Mapping):
+            values += value.values() if isinstance(value, Mapping) else value
+        elif isinstance(value, int) and not _is_exact(value):
+            raise InvalidRequest(
+                field,
+                f"{where} lists the integer {str(value)[:60]}, which has more than {EXACT_BITS} bits, so a grammar "
+                "cannot hold it; list it as a string",
+            )
+
+
+def _is_exact(number: int) -> bool:
+    return abs(number) <= 2**EXACT_BITS or (abs(number) < 2**63 and int(float(number)) == number)
 
 
 def _lists_enough(schema: Mapping[str, Any], needed: tuple[frozenset[str | None], ...]) -> bool:

@@ -287,3 +287,34 @@ def test_formats_are_taken_out_of_the_tuples_of_older_drafts() -> None:
     schema = {"items": [{"format": "path"}], "additionalItems": {"format": "path"}}
     answer = checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
     assert json.loads(answer.source) == {"items": [{}], "additionalItems": {}}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"const": 9_007_199_254_740_993},
+        {"enum": ["a", -1_234_567_890_123_456_789]},
+        {"type": "array", "items": {"anyOf": [{"const": {"id": [10**20]}}]}},
+    ],
+)
+def test_an_integer_that_a_grammar_would_change_is_refused(part: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"id": part}}
+    number = str(json.dumps(part)).strip("}]").rpartition(" ")[2].strip("[")
+    for alone in (schema, part):
+        source = json.dumps(alone)
+        with pytest.raises(
+            InvalidRequest, match=f"structured_output: in the schema, '.*' lists the integer {number}, "
+        ):
+            checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, source))
+    with pytest.raises(
+        InvalidRequest, match=f"tools: in the parameters of 'act', '.*' lists the integer {number}, "
+    ):
+        guided(schema)
+
+
+def test_integers_that_a_grammar_holds_may_be_listed() -> None:
+    listed = {"enum": [2**53, -(2**62), "1234567890123456789", 1e21], "maximum": 2**63 - 1}
+    schema = {"type": "object", "properties": {"const": listed}, "required": ["const"]}
+    assert guided(schema)["properties"]["const"] == listed
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(listed))
+    assert checked_response_format(answer) == answer
