@@ -49,6 +49,11 @@ WHOLE = "x-whole"
 """The name of a whole schema among its own definitions. It is made longer if the schema already contains it. See
 `divisible`."""
 
+MAX_BOUND = 2**63 - 2048
+"""The compiler of grammars refuses many larger bounds of numbers, for example the minimum of 64-bit integers."""
+LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
+
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
 )
@@ -66,6 +71,8 @@ _TUPLES = ("prefixItems", "items")  # in older drafts of JSON Schema, `items` ma
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
+_CHANGED = ("format", "uniqueItems", "properties", *LOWER_BOUNDS, *UPPER_BOUNDS)
+"""Only schemas that have one of these keywords may need a change for a grammar."""
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords with JSON values, which are no schemas even if they look like some."""
 
@@ -146,7 +153,7 @@ def checked_response_format(response_format: StructuredOutput) -> StructuredOutp
     endless value would match, if it lists an integer that a grammar would change, or if it has SPACING_KEY, with which
     an answer might not be JSON. The compiler reads this key only at the schema's top.
     """
-    may_change = any(f'"{key}"' in response_format.source for key in ("format", "uniqueItems", "properties"))
+    may_change = any(f'"{key}"' in response_format.source for key in _CHANGED)
     has_sign = may_change or any(sign in response_format.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
     has_sign = has_sign or _LONG_NUMBER.search(response_format.source) is not None
     if response_format.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
@@ -233,11 +240,20 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
             closes_value = closes_parts if key == "dependentSchemas" else closes
             guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
         elif not _is_idle(key, value):
-            guided[key] = value
+            guided[key] = _bound(key, value)
     has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
     if closes and has_all:
         guided["additionalProperties"] = False
     return guided
+
+
+def _bound(key: str, value: Any) -> Any:
+    """The value of a keyword. A bound beyond MAX_BOUND becomes MAX_BOUND, which a few values less match."""
+    if isinstance(value, int | float) and key in LOWER_BOUNDS:
+        return max(value, -MAX_BOUND)
+    if isinstance(value, int | float) and key in UPPER_BOUNDS:
+        return min(value, MAX_BOUND)
+    return value
 
 
 def _is_idle(key: str, value: Any) -> bool:

@@ -38,14 +38,14 @@ class Guide:
         self.vocabulary = Vocabulary(
             self.tokenizer.get_vocab(), {token_id for token_id, token in added.items() if token.special}
         )
-        self._library = llguidance.LLTokenizer(
+        self.library = llguidance.LLTokenizer(
             self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=[EOS_TOKEN_ID]
         )
 
     def matcher(self, grammar: StructuredOutput) -> llguidance.LLMatcher:
         assert grammar.kind is GrammarKind.LARK
         source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
-        matcher = llguidance.LLMatcher(self._library, source, log_level=0)
+        matcher = llguidance.LLMatcher(self.library, source, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         return matcher
 

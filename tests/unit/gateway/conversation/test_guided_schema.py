@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
@@ -14,6 +15,7 @@ from gateway.conversation.guided_schema import checked_response_format, guided_s
 from gateway.conversation.listed_properties import listed_properties
 from gateway.conversation.lookalikes import may_be_json_call
 from tests.factories.costs import expect_cost_in_proportion
+from tests.factories.guided import GUIDES
 
 
 def guided(schema: dict[str, Any]) -> dict[str, Any]:
@@ -313,8 +315,35 @@ def test_an_integer_that_a_grammar_would_change_is_refused(part: dict[str, Any])
 
 
 def test_integers_that_a_grammar_holds_may_be_listed() -> None:
-    listed = {"enum": [2**53, -(2**62), "1234567890123456789", 1e21], "maximum": 2**63 - 1}
+    listed = {"enum": [2**53, -(2**62), "1234567890123456789", 1e21]}
     schema = {"type": "object", "properties": {"const": listed}, "required": ["const"]}
     assert guided(schema)["properties"]["const"] == listed
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(listed))
+    assert checked_response_format(answer) == answer
+
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}
+FLOAT32 = {
+    "type": "number",
+    "exclusiveMinimum": -3.4028234663852886e38,
+    "exclusiveMaximum": 3.4028234663852886e38,
+}
+
+
+@pytest.mark.parametrize("schema", [INT64, FLOAT32, {"type": "integer", "maximum": 10**30}])
+def test_bounds_of_large_types_compile(schema: dict[str, Any]) -> None:
+    library = GUIDES["markers are text"].library
+    checked = checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    tool = guided({"type": "object", "properties": {"n": schema}})
+    for source in (checked.source, json.dumps(tool)):
+        matcher = LLMatcher(library, LLMatcher.grammar_from_json_schema(source), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+    assert checked == checked_response_format(checked)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"minimum": -(2**62), "maximum": 0.5}, {"minimum": 1e30, "maximum": -1e30}]
+)
+def test_bounds_that_a_grammar_holds_or_that_nothing_matches_stay(schema: dict[str, Any]) -> None:
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     assert checked_response_format(answer) == answer
