@@ -207,7 +207,9 @@ def _as_json(text: str, types: frozenset[str]) -> str:
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:
         value = json.loads(literal, parse_constant=_refuse)
-        if "string" not in types or not types.isdisjoint(TYPES[type(value)]):
+        has_fraction = isinstance(value, float) and not value.is_integer()
+        names = ("number",) if has_fraction else TYPES[type(value)]
+        if "string" not in types or not types.isdisjoint(names):
             return _spaced(value) or literal.strip()
     except (ValueError, RecursionError):
         if types and "string" not in types:
