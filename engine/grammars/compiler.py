@@ -54,11 +54,10 @@ class CompiledGrammar:
 class Matcher:
     """One request's state in its grammar. A defect of the library fails this request, not the worker."""
 
-    def __init__(self, start: Any, tokenizer: Any, vocab_size: int) -> None:
-        """`start`: the grammar's LLMatcher at its start. It is only copied, so matchers may share it. `tokenizer`: the
-        grammar's llguidance.LLTokenizer."""
-        self._start = start
-        self._matcher = start.deep_copy()
+    def __init__(self, compiled: Compiled, tokenizer: Any, vocab_size: int) -> None:
+        """`tokenizer`: the matcher's llguidance.LLTokenizer."""
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._token_ids: list[int] = []
@@ -169,7 +168,9 @@ class Matcher:
         if self._defect is None and (self._may_try_drafts or not drafts):
             try:
                 num_consumed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
+                began = time.thread_time()
                 mask = bytes(self._matcher.compute_bitmask())
+                self._compiled.add_mask_time(time.thread_time() - began)
                 if not self._matcher.is_error():
                     if self._matcher.compute_ff_bytes():
                         mask = self._without_special(mask)
@@ -180,6 +181,7 @@ class Matcher:
                 if drafts:
                     self._recover()
                 else:
+                    self._compiled.has_failed = True
                     self._defect = complaint_of(self._matcher) or "no token can follow by its grammar"
             except BaseException as error:  # also a panic, which is no Exception
                 self._set_defect(error)
@@ -188,16 +190,18 @@ class Matcher:
     def _recover(self) -> None:
         """Makes the library's matcher anew: after an error it cannot go back."""
         self._may_try_drafts = False
-        self._matcher = self._start.deep_copy()
+        self._matcher = self._compiled.matcher.deep_copy()
         self._matcher.consume_tokens(self._token_ids)
 
     def _set_defect(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         logger.error("matching a grammar failed", exc_info=error)
+        self._compiled.has_failed = True
         self._defect = in_one_line(str(error)) or type(error).__name__
 
     def _error(self, token_id: int) -> str:
+        self._compiled.has_failed = True
         complaint = in_one_line(self._matcher.get_error())
         return f"structured_output: the answer cannot continue with token {token_id}: {complaint}"
 
@@ -237,7 +241,7 @@ class GrammarCompiler:
         self._compiled: dict[StructuredOutput, Compiled] = {}
         """The compiled grammars, the most recently used last."""
         self._num_bytes = 0
-        """Bytes of all compiled grammars."""
+        """Bytes of all compiled grammars, as of the latest compilation."""
         self._is_evicted = True
         """Whether nothing was compiled since the last `evict`."""
         self._thread: threading.Thread | None = None
@@ -306,7 +310,7 @@ class GrammarCompiler:
         compiled = self._find(output)
         if compiled is None:
             return None
-        return Matcher(compiled.matcher, self._library.load_tokenizer(), self.vocab_size)
+        return Matcher(compiled, self._library.load_tokenizer(), self.vocab_size)
 
     def _run(self) -> None:
         while (turn := self._next_turn()) is not None:
@@ -330,13 +334,14 @@ class GrammarCompiler:
         return None
 
     def _compile(self, output: StructuredOutput) -> str | None:
-        """Compiles a grammar, unless it is compiled already; returns why that is impossible, or None."""
+        """Compiles a grammar, unless it is compiled already and not worn; returns why that is impossible, or None."""
         try:
-            if self._find(output) is None:
+            known = self._find(output)
+            if known is None or known.is_worn:
                 compiled = self._library.compile(output)
                 with self._lock:
                     self._compiled[output] = compiled
-                    self._num_bytes += compiled.num_bytes
+                    self._num_bytes = sum(each.num_bytes for each in self._compiled.values())
                     self._is_evicted = False
         except ValueError as error:
             return f"structured_output: {error}"

@@ -14,7 +14,7 @@ from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 def make_matcher(folder: Path, output: StructuredOutput) -> Matcher:
     vocab_size = make_tokenizer().get_vocab_size()
     library = GrammarLibrary(folder / "tokenizer.json", vocab_size, (EOS_TOKEN_ID,))
-    return Matcher(library.compile(output).matcher, library.load_tokenizer(), vocab_size)
+    return Matcher(library.compile(output), library.load_tokenizer(), vocab_size)
 
 
 def test_c64_forced_tokens_are_the_only_ones_allowed_in_their_places(folder: Path) -> None:

@@ -1,0 +1,76 @@
+"""Compiled grammars whose automaton has grown to a limit, while answers were matched."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llguidance import LLMatcher, LLParserLimits
+
+from baton.clock import SystemClock
+from baton.sampling import GrammarKind, StructuredOutput
+from engine.grammars import library as module
+from engine.grammars.compiler import GrammarCompiler, Matcher
+from engine.grammars.library import Compiled, GrammarLibrary
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
+
+WORDS = StructuredOutput(GrammarKind.REGEX, "[a-z]*x.{30}")
+"""Its automaton has more states than one answer visits."""
+
+
+@pytest.fixture
+def compiler(folder: Path) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(
+        folder, make_tokenizer().get_vocab_size(), (EOS_TOKEN_ID,), lambda: None, SystemClock()
+    )
+    yield compiler
+    compiler.close()
+
+
+def matcher_of(compiler: GrammarCompiler) -> Matcher:
+    assert compiler._compile(WORDS) is None
+    matcher = compiler.matcher(WORDS)
+    assert matcher is not None
+    return matcher
+
+
+def error_of(matcher: Matcher, text: str) -> str | None:
+    for token_id in make_tokenizer().encode(text).ids:
+        assert matcher.allowed().any()
+        if error := matcher.consume(token_id):
+            return error
+    return None
+
+
+def test_a_grammar_at_a_limit_of_the_library_is_compiled_again_for_the_next_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_with_limit(library: GrammarLibrary, output: StructuredOutput) -> Compiled:
+        grammar, limits = LLMatcher.grammar_from_regex(output.source), LLParserLimits(max_lexer_states=300)
+        return Compiled(LLMatcher(library.load_tokenizer(), grammar, log_level=0, limits=limits), 0)
+
+    monkeypatch.setattr(GrammarLibrary, "compile", compile_with_limit)
+    answers = ["xax" * 20, "xxa" * 20, "xaa" * 20, "axx" * 20]
+    errors = [error_of(matcher_of(compiler), answer) for answer in answers]
+    assert any("too many states" in error for error in errors if error), "the limit is reached"
+    assert error_of(matcher_of(compiler), "abcx") is None
+
+
+def test_a_grammar_that_grows_counts_with_its_growth_and_is_then_compiled_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = StructuredOutput(GrammarKind.REGEX, "yes|no")
+    assert error_of(matcher_of(compiler), "ab") is None
+    before = compiler._find(WORDS)
+    matcher_of(compiler)
+    assert compiler._find(WORDS) is before, "it has hardly grown"
+    monkeypatch.setattr(module, "COLD_MASK_S", -3.0)  # as if each mask took three seconds
+    assert error_of(matcher_of(compiler), "ab") is None
+    assert compiler._compile(other) is None
+    assert compiler.is_full
+    compiler.evict(in_use={other})
+    assert compiler.matcher(WORDS) is None
+    assert compiler.matcher(other) is not None
+    assert error_of(matcher_of(compiler), "ab") is None
+    before = compiler._find(WORDS)
+    matcher_of(compiler)
+    assert compiler._find(WORDS) is not before
