@@ -241,10 +241,25 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
             guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = _bound(key, value)
+    if "type" in guided and _is_whole(guided.get("multipleOf")):
+        guided["type"] = _with_integers(guided["type"])
     has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
     if closes and has_all:
         guided["additionalProperties"] = False
     return guided
+
+
+def _is_whole(factor: Any) -> bool:
+    """Whether only integers are multiples of this number."""
+    return isinstance(factor, int | float) and factor > 0 and factor % 1 == 0
+
+
+def _with_integers(kinds: Any) -> Any:
+    """The value of `type`, with integers in place of all numbers. If a number that cannot have a fraction ends before a
+    token that is no text, as in GLM, the library's matcher fails, unless the type is integer."""
+    if isinstance(kinds, list):
+        return [_with_integers(kind) for kind in kinds]
+    return "integer" if kinds == "number" else kinds
 
 
 def _bound(key: str, value: Any) -> Any:

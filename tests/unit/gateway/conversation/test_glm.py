@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gateway.conversation import (
@@ -9,6 +10,7 @@ from gateway.conversation import (
     ChatMessage,
     Conversation,
     ReasoningOptions,
+    Tool,
     ToolChoice,
     ToolUse,
     Vocabulary,
@@ -206,3 +208,20 @@ def test_reasoning_and_results_are_given_to_the_template() -> None:
         "Hm.Look:\n<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>x</arg_value>\n"
         '<arg_key>days</arg_key>\n<arg_value>[1, "ü"]</arg_value>\n</tool_call>'
     ) in prompt
+
+
+@both
+@pytest.mark.parametrize("family", NOTATIONS)
+@pytest.mark.parametrize("kinds", ["number", ["number", "null", "integer"]])
+def test_a_number_without_a_fraction_ends_before_the_tag(family: str, guide: Guide, kinds: object) -> None:
+    days = {"type": kinds, "multipleOf": 1, "minimum": 0, "maximum": 10}
+    tool = Tool("search", None, {"type": "object", "properties": {"query": days}, "required": ["query"]})
+    grammar = format_of(family, guide.vocabulary).grammar(replace(REQUIRED, tools=(tool,)), "", None)
+    assert grammar is not None
+    call = LINES if family == "glm" else CALL
+    matcher = guide.matcher(grammar)
+    for token_id in guide.tokenizer.encode(call.replace("x", "7"), add_special_tokens=False).ids:
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        assert mask[token_id], matcher.get_error()
+        assert matcher.consume_token(token_id)
+    assert not guide.accepts(grammar, call.replace("x", "7.5"))
