@@ -147,7 +147,7 @@ class WorkerLoad:
     oldest_waiting_s: float = 0.0
     """Age of the request that has waited longest for its first step."""
     prefill_tokens_per_s: float = 0.0
-    """Prompt tokens per second of all steps but decode steps; see worker/load.py."""
+    """Prompt tokens per second of all steps but decode steps and small ones; see worker/load.py."""
     decode_step_s: float = 0.0
     """Time of a decode step: about the time between two tokens of a request."""
 

@@ -6,6 +6,9 @@ MEMORY_STEPS = 20.0
 """A step's weight falls by a factor of e after this many later steps of its kind. That is some seconds of
 prefill, or half a second of decoding."""
 
+SMALL_STEP_TOKENS, SMALL_SHARE = 512, 4
+"""A step is small if it computes fewer prompt tokens than this, and less than 1/4 of the largest step so far."""
+
 
 @dataclass(slots=True)
 class _Average:
@@ -25,6 +28,8 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self._prefill = _Average()
+        self._most_prompt_tokens = 0
+        """The most prompt tokens that a step has computed."""
         self._decode = _Average()
         self._last_done_at = 0.0
 
@@ -40,14 +45,32 @@ class LoadMeter:
         time_s = max(0.0, done_at - max(submitted_at, self._last_done_at))
         self._last_done_at = done_at
         if time_s and num_prompt_tokens >= max(1, num_requests):
-            self._prefill.add(num_prompt_tokens, time_s)
+            self._add_prefill(num_prompt_tokens, time_s)
         elif time_s and num_requests:
             self._decode.add(1, time_s)
         return time_s
 
+    def _add_prefill(self, num_tokens: int, time_s: float) -> None:
+        """Adds a step, unless it is small.
+
+        Each step takes a fixed time in addition, so a small step has a low rate. A worker that gets only short prompts
+        for a while would seem slow, compared with a worker that gets long ones. The router would then send it no long
+        prompts any more, and its rate would stay low.
+        """
+        most_before, self._most_prompt_tokens = (
+            self._most_prompt_tokens,
+            max(self._most_prompt_tokens, num_tokens),
+        )
+        fewest = min(SMALL_STEP_TOKENS, self._most_prompt_tokens // SMALL_SHARE)
+        if most_before < fewest:  # by this larger step, all steps before were small
+            self._prefill = _Average()
+        if num_tokens >= fewest:
+            self._prefill.add(num_tokens, time_s)
+
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second in all steps but decode steps (see `step_done`); 0 before the first such step."""
+        """Prompt tokens per second in all steps but decode steps (see `step_done`) and small ones (see
+        SMALL_STEP_TOKENS); 0 before the first such step."""
         return self._prefill.work / self._prefill.time_s if self._prefill.time_s else 0.0
 
     @property
