@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.system.hosts import host_of, is_loopback
+from baton.system.regular_file import open_at_once
 from gateway import GatewayClient
 from gateway.auth.credentials import NO_CREDENTIALS, Credentials
 
@@ -87,7 +88,7 @@ def _read(flag: str, path: Path | None, mark: str = "") -> bytes | None:
     if path is None:
         return None
     try:
-        with path.open("rb") as file:
+        with open_at_once(path) as file:
             content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error

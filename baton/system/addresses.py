@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import ipaddress
 import socket
 from typing import Any
 
@@ -112,13 +113,21 @@ async def needs_ipv6(host: str) -> bool | None:
 
 def _findable(host: str) -> str:
     """The host as `connect` finds it: the IPv6 address of a name that has no others, since ZeroMQ looks for IPv4
-    addresses only (see `needs_ipv6`). Names stay if they are unknown here: peers may know them."""
+    addresses only (see `needs_ipv6`). Names stay if they are unknown here, or mean this host alone: peers may know them
+    otherwise."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return host
     addresses = [str(address) for family, _, _, _, (address, *_) in found if family == socket.AF_INET6]
-    return addresses[0] if addresses and len(addresses) == len(found) else host
+    public = [address for address in addresses if not _differs_by_host(address)]
+    return public[0] if public and len(addresses) == len(found) else host
+
+
+def _differs_by_host(address: str) -> bool:
+    """Whether the IPv6 address means something else on each host."""
+    parsed = ipaddress.IPv6Address(address)
+    return parsed.is_loopback or parsed.is_link_local
 
 
 def _host_of(listener: "zmq.Socket[Any]", bind_host: str) -> str:

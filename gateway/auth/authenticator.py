@@ -167,7 +167,6 @@ class _KeyFile(Section):
     api_keys: tuple[ApiKey, ...] = Field(strict=False)
 
 
-@paused()
 def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
     source = f"gateway.api_keys_file {path}"
     try:
@@ -180,6 +179,11 @@ def _read_key_store(path: Path, others: tuple[ApiKey, ...]) -> KeyStore:
             raise ConfigError(f"{source}: is larger than {_MAX_FILE_BYTES} bytes")
     except OSError as error:
         raise Lost(f"{source}: cannot be read: {error.strerror}") from error
+    return _parsed(content, source, others)
+
+
+@paused()
+def _parsed(content: bytes, source: str, others: tuple[ApiKey, ...]) -> KeyStore:
     try:
         keys = yaml.load(content, _Loader)
     except _RepeatedKeyError as error:

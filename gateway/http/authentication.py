@@ -55,9 +55,10 @@ class HttpAuthentication:
         if path in self._open or any(_is_below(path, prefix) for prefix in OPEN_BELOW):
             state["caller"] = NO_CALLER
             return
+        on_caller = state.get(ON_CALLER, lambda _: None)
+        on_caller(None)
         state["caller"] = caller = await self._authenticator.caller_of(_authorizations(scope))
-        if ON_CALLER in state:
-            state[ON_CALLER](caller)
+        on_caller(caller)
         self._authenticator.admit(caller, right_for(path))
 
 

@@ -18,6 +18,9 @@ IPV6_PREFIX = 64
 """Providers give one subscriber a network of this prefix length, so all addresses in it count as one
 address."""
 
+_UNKNOWN = ""
+"""In place of the name of a caller that is not known yet."""
+
 _Groups = dict[str, dict[Connection, None]]
 """Connections by address or by caller's name. In each group, the connection that was served longest ago is
 first."""
@@ -69,6 +72,12 @@ class ConnectionPlaces(Generic[Connection]):
         groups, key = (self._callers, caller) if not is_stranger else self._group_of[connection]
         self._remove_from_group(connection)
         self._add_to_group(connection, groups, key)
+
+    def hold(self, connection: Connection) -> None:
+        """A request has arrived, but its caller is not known yet: the connection is not idle."""
+        if connection in self._group_of and connection not in self._busy:
+            self._busy[connection] = _UNKNOWN
+            self._num_busy[_UNKNOWN] += 1
 
     def end_request(self, connection: Connection) -> None:
         """The connection has no running request any more. May be called more than once."""

@@ -25,8 +25,8 @@ minute. If we closed a connection while a load balancer sends a request, the loa
 error."""
 
 ON_CALLER = "on_caller"
-"""Key in the state of each request's scope. Its value is a function, which is called with the request's
-caller before the request is served."""
+"""Key in the state of each request's scope. Its value is a function. It is called with None before the request's caller
+is looked up, and with the caller before the request is served."""
 
 TOO_MANY = "TooManyConnections"
 NOT_HTTP = "NotHttp"
@@ -120,7 +120,10 @@ class BoundedH11(H11Protocol):
                 )
         self.transport.close()
 
-    def _begin_request(self, caller: Caller) -> None:
+    def _begin_request(self, caller: Caller | None) -> None:
+        if caller is None:
+            self._places.hold(self)
+            return
         self._places.begin_request(self, caller.name, is_stranger=caller.is_stranger)
         if not caller.is_stranger:
             self.timeout_keep_alive = KEEP_ALIVE_S

@@ -41,7 +41,9 @@ class FleetKnowledge:
             how = " after its drain" if was_draining else ""
             logger.info("worker %s has left%s: %s", worker, how, reason, extra=extra)
         elif num_requests == 0:
-            logger.warning("worker %s, which had no requests, is lost: %s", worker, reason, extra=extra)
+            logger.warning(
+                "worker %s, which had no requests of this gateway, is lost: %s", worker, reason, extra=extra
+            )
         else:
             logger.warning("lost the requests on worker %s: %s", worker, reason, extra=extra)
         self._router.on_worker_lost(worker)

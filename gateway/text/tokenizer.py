@@ -161,7 +161,8 @@ def _accepted(render: Callable[[Conversation], str], conversation: Conversation)
     """The conversation as text, or its first stricter form that the template accepts. If there is none, or if the time
     limit ends the search, raises the first refusal.
 
-    Gives the tools descriptions only if this changes the reason of a refusal, and tries this once for each reason.
+    Gives the tools descriptions only if this changes the reason of a refusal, and tries this once for each reason, and
+    once with the last form.
     """
     refusals: list[InvalidRequest] = []
 
@@ -174,6 +175,7 @@ def _accepted(render: Callable[[Conversation], str], conversation: Conversation)
 
     def candidates() -> Iterator[Conversation]:
         reasons, are_described = set[str](), False
+        form = described = conversation
         for form in chain([conversation], stricter_forms(conversation)):
             described = with_descriptions(form)
             yield described if are_described else form
@@ -182,6 +184,8 @@ def _accepted(render: Callable[[Conversation], str], conversation: Conversation)
                 yield described
                 are_described = str(refusals[-1]) != reason
                 reasons.add(reason)
+        if described is not form and not are_described:
+            yield described
 
     try:
         for form in candidates():

@@ -27,7 +27,7 @@ NUM_CLIENTS, NUM_QUESTIONS = 4, 8
 """A worker has blocks for two of these prompts, so most are computed whole although they come again."""
 MAX_TOKENS = 32
 ALARM = re.compile(
-    r"lost the requests on worker|which had no requests, is lost|has made no progress|\bhung\b|\bdied\b"
+    r"lost the requests on worker|which had no requests of this gateway, is lost|has made no progress|\bhung\b|\bdied\b"
 )
 
 

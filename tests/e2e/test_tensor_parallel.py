@@ -106,7 +106,7 @@ def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
                 while "w0" in await alive(cluster):
                     await asyncio.sleep(0.05)
             why = f"rank 1 (pid {rank.pid}) was killed by SIGKILL"
-            lost = f"worker w0, which had no requests, is lost: its engine is dead: {why}"
+            lost = f"worker w0, which had no requests of this gateway, is lost: its engine is dead: {why}"
             assert lost in caplog.messages
             answer = await cluster.answer(PROMPTS[2], max_tokens=2, temperature=0.0)
             assert len(answer.token_ids) == 2

@@ -85,6 +85,9 @@ def test_what_is_advertised_is_published_as_it_stands(host: str, in_url: str) ->
         (["2001:db8::7", "2001:db8::8"], "[2001:db8::7]"),
         (["2001:db8::7", "192.0.2.7"], "node.example"),
         (["192.0.2.7"], "node.example"),
+        (["::1"], "node.example"),  # in this host's own file
+        (["fe80::7%eth0"], "node.example"),
+        (["fe80::7", "2001:db8::7"], "[2001:db8::7]"),
     ],
 )
 def test_a_name_that_has_only_ipv6_addresses_is_published_as_an_address(

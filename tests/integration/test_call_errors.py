@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from baton.errors import FleetEnded
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import generation_service_pb2 as pb
 from baton.v1.cluster_service_pb2_grpc import ClusterServiceStub
@@ -99,6 +100,25 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
     assert "bobs" in bobs.getMessage()
     assert not [line for line in lines if "forged" in line.getMessage()], "an ill-formed id is not logged"
     assert not [line for line in lines if "wrong" in line.getMessage() or ALICE in line.getMessage()]
+
+
+async def test_errors_of_the_controller_have_one_name(folder: Path) -> None:
+    """Their classes are an inner matter."""
+
+    class Away:
+        async def call(self, _: object) -> Any:
+            raise FleetEnded("the fleet has ended")
+
+    async with (
+        gateway_with(folder, {}, {}, control=Away()) as under_test,
+        grpc.aio.insecure_channel(under_test.grpc_target) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="the fleet has ended"):
+            await ClusterServiceStub(channel).DrainWorker(cluster_pb.DrainWorkerRequest(worker="d0"))
+        url = f"http://127.0.0.1:{under_test.gateway.http_port}/metrics"
+        now = Scrape(await asyncio.to_thread(read_url, url))
+    assert now("call_errors_total", api="grpc", error="ClusterError") == 1
+    assert now("call_errors_total") == 1
 
 
 async def test_the_name_of_an_unknown_method_is_not_logged(

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import SystemClock
-from gateway.auth.callers import ANYBODY
+from gateway.auth.authenticator import Authenticator
+from gateway.auth.callers import ANYBODY, Caller
 from gateway.grpc import server
 from gateway.http import protocol
 from gateway.http.server import HttpServer
@@ -113,6 +115,32 @@ async def test_an_answer_that_its_client_has_yet_to_read_is_not_displaced(
                 assert b"200" in await asyncio.to_thread(other.recv, 100), "it had its answer"
     finally:
         await http_server.stop(0.0)
+
+
+async def test_over_http_a_request_whose_caller_is_being_looked_up_keeps_its_connection(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed file of keys is read meanwhile."""
+    look_up, found, is_waiting = Authenticator.caller_of, asyncio.Event(), asyncio.Event()
+
+    async def caller_of(self: Authenticator, authorizations: Sequence[str]) -> Caller:
+        is_waiting.set()
+        await found.wait()
+        return await look_up(self, authorizations)
+
+    monkeypatch.setattr(Authenticator, "caller_of", caller_of)
+    async with (
+        gateway_with(
+            folder, {}, {}, max_connections=1, api_keys=API_KEYS, credentials=AS_ADMIN
+        ) as under_test,
+        caller(under_test, ALICE) as alice,
+    ):
+        answer = asyncio.create_task(alice.get("/v1/models"))
+        await is_waiting.wait()
+        with strangers(under_test.gateway.http_port, 1, b"") as (stranger,):
+            assert b"503" in await asyncio.to_thread(stranger.recv, 100)
+        found.set()
+        assert (await answer).status_code == 200
 
 
 async def test_over_http_a_stranger_has_less_time_between_requests_than_a_caller(

@@ -1,6 +1,7 @@
 """Which gateway a command asks, and what it shows there."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,10 @@ def test_a_proxy_is_named_only_where_grpc_uses_it() -> None:
     assert advice_on_proxy("10.0.0.1:50051", {"http_proxy": "", "HTTP_PROXY": "http://p:3128"}) == []
     for own in ("127.0.0.1:50051", "localhost:50051", "[::1]:50051"):
         assert advice_on_proxy(own, proxies) == []
+
+
+def test_a_pipe_that_nobody_writes_to_is_empty(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"--api-key-file .*pipe: no valid API key"):
+        target("--api-key-file", str(pipe))

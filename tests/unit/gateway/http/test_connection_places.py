@@ -53,6 +53,21 @@ def test_callers_with_keys_make_room_only_where_few_strangers_are_left() -> None
     assert displaced(places, 3) == [6, 7, None]
 
 
+def test_a_connection_whose_caller_is_being_looked_up_is_not_idle() -> None:
+    places = entered(4, "aab")
+    places.hold(0)
+    places.hold(0)
+    places.hold(3)  # it was displaced before
+    assert displaced(places, 3) == [1, 2, None]
+    places.begin_request(0, "alice", is_stranger=False)
+    places.end_request(0)
+    assert displaced(places, 2) == [0, None]
+    places.enter(4, "a")
+    places.hold(4)
+    places.end_request(4)  # it was refused
+    assert displaced(places, 1) == [4]
+
+
 def test_the_caller_with_the_most_idle_connections_makes_room() -> None:
     places = entered(4, "aaaa")
     for connection, caller in enumerate(("alice", "bob", "bob", "bob")):

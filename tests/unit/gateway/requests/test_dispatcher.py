@@ -256,7 +256,12 @@ def test_requests_of_a_lost_worker_go_on_in_the_order_of_the_queue() -> None:
         (False, True, LossCause.LEFT, ("INFO", "worker d0 has left after its drain: why")),
         (False, False, LossCause.LEFT, ("INFO", "worker d0 has left: why")),  # sooner than its heartbeat
         (True, False, LossCause.DIED, ("WARNING", "lost the requests on worker d0: why")),
-        (False, False, LossCause.DIED, ("WARNING", "worker d0, which had no requests, is lost: why")),
+        (
+            False,
+            False,
+            LossCause.DIED,
+            ("WARNING", "worker d0, which had no requests of this gateway, is lost: why"),
+        ),
     ],
 )
 def test_only_losses_are_logged_as_such(

@@ -41,8 +41,8 @@ def rendered(tokenizer: Tokenizer, conversation: Conversation) -> tuple[str, int
 @pytest.mark.parametrize(
     ("template", "reason", "most"),
     [
-        ("{{ raise_exception('never') }}", "never", 9),
-        ("{{ tools.nothing.at.all }}", "has no attribute 'nothing'", 9),
+        ("{{ raise_exception('never') }}", "never", 10),
+        ("{{ tools.nothing.at.all }}", "has no attribute 'nothing'", 10),
         ("{{ raise_exception(messages | length ~ ' turns') }}", "7 turns", 14),
         (NEEDS_DESCRIPTIONS + "{{ raise_exception('never') }}", "has no attribute 'description'", 9),
     ],
@@ -66,6 +66,19 @@ def test_tools_get_descriptions_beside_other_changes(tmp_path: Path, template: s
     assert rendered(tokenizer, AGENTS) == (".Be brief", 4 if template.startswith(WANTS_SYSTEM_FIRST) else 3)
     without_tools = replace(AGENTS, tools=())
     assert rendered(tokenizer, without_tools)[0] == "Be brief"
+
+
+def test_tools_get_descriptions_beside_other_changes_of_which_the_template_says_the_same(
+    tmp_path: Path,
+) -> None:
+    """It has one message for all that it refuses."""
+    wants_descriptions = (
+        "{% for tool in tools if tool.function.description is not defined %}"
+        "{{ raise_exception('system first') }}{% endfor %}"
+    )
+    template = HERMES + WANTS_SYSTEM_FIRST + wants_descriptions + "{{ messages[0].content }}"
+    tokenizer = Tokenizer(make_tokenizer_dir(tmp_path, template))
+    assert rendered(tokenizer, Conversation((USER, SYSTEM), (SEARCH,)))[0] == "Be brief"
 
 
 async def test_a_refusal_outlives_the_time_limit_of_the_renderings_after_it(
