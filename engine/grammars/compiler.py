@@ -21,6 +21,7 @@ from baton.sampling import StructuredOutput
 from baton.system.progress import Progress
 from baton.system.turns import FairTurns
 from engine.grammars.library import (
+    TOO_MANY_STATES,
     Compiled,
     GrammarLibrary,
     complaint_of,
@@ -181,7 +182,7 @@ class Matcher:
                 if drafts:
                     self._recover()
                 else:
-                    self._compiled.has_failed = True
+                    self._note_limit()
                     self._defect = complaint_of(self._matcher) or "no token can follow by its grammar"
             except BaseException as error:  # also a panic, which is no Exception
                 self._set_defect(error)
@@ -200,9 +201,12 @@ class Matcher:
         self._compiled.has_failed = True
         self._defect = in_one_line(str(error)) or type(error).__name__
 
+    def _note_limit(self) -> None:
+        self._compiled.has_failed |= TOO_MANY_STATES in str(self._matcher.get_error())
+
     def _error(self, token_id: int) -> str:
-        self._compiled.has_failed = True
-        complaint = in_one_line(self._matcher.get_error())
+        self._note_limit()
+        complaint = complaint_of(self._matcher) or "no token can follow by its grammar"
         return f"structured_output: the answer cannot continue with token {token_id}: {complaint}"
 
 
@@ -241,9 +245,9 @@ class GrammarCompiler:
         self._compiled: dict[StructuredOutput, Compiled] = {}
         """The compiled grammars, the most recently used last."""
         self._num_bytes = 0
-        """Bytes of all compiled grammars, as of the latest compilation."""
+        """Bytes of all compiled grammars when the last one was requested."""
         self._is_evicted = True
-        """Whether nothing was compiled since the last `evict`."""
+        """Whether no grammar was requested since the last `evict`."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -285,8 +289,7 @@ class GrammarCompiler:
 
     @property
     def is_full(self) -> bool:
-        """Whether the grammars take more than MAX_KEPT_BYTES. After `evict`, false until another grammar is
-        compiled."""
+        """Whether the grammars take more than MAX_KEPT_BYTES. After `evict`, false until a grammar is requested."""
         return not self._is_evicted and self._num_bytes > MAX_KEPT_BYTES
 
     def evict(self, in_use: Set[StructuredOutput]) -> None:
@@ -294,6 +297,7 @@ class GrammarCompiler:
         MAX_KEPT_BYTES."""
         with self._lock:
             self._is_evicted = True
+            self._num_bytes = sum(each.num_bytes for each in self._compiled.values())
             num_used = sum(self._compiled[output].num_bytes for output in in_use if output in self._compiled)
             excess, least_recent = self._num_bytes - num_used - MAX_KEPT_BYTES, []
             for output, compiled in self._compiled.items():
@@ -336,13 +340,13 @@ class GrammarCompiler:
     def _compile(self, output: StructuredOutput) -> str | None:
         """Compiles a grammar, unless it is compiled already and not worn; returns why that is impossible, or None."""
         try:
-            known = self._find(output)
-            if known is None or known.is_worn:
+            compiled = self._find(output)
+            if compiled is None or compiled.is_worn:
                 compiled = self._library.compile(output)
-                with self._lock:
-                    self._compiled[output] = compiled
-                    self._num_bytes = sum(each.num_bytes for each in self._compiled.values())
-                    self._is_evicted = False
+            with self._lock:
+                self._compiled[output] = compiled
+                self._num_bytes = sum(each.num_bytes for each in self._compiled.values())
+                self._is_evicted = False
         except ValueError as error:
             return f"structured_output: {error}"
         except BaseException as error:  # the edge to a foreign library, whose panics are no Exceptions

@@ -29,10 +29,14 @@ COLD_MASK_S = 0.0005
 BYTES_PER_COLD_S = 100_000_000
 """A mask that takes longer than COLD_MASK_S mostly builds states of the grammar's automaton. In measurements, a second
 of this work took 40 to 220 MB."""
+LEAST_GROWTH_BYTES = 8 * 2**10
+"""Every mask counts as at least this much growth. A mask of a long string takes little time, but may add 14 KB."""
 MAX_GROWTH_BYTES = 32 * 2**20
 """A grammar that has grown by more bytes is compiled again for the next request. The library allows all requests of a
 compiled grammar together 250,000 states, which take about 110 MB."""
 
+TOO_MANY_STATES = "too many states"
+"""The library's words for an automaton at its limit."""
 NO_WAY_ON = "NoExtensionBias"
 """The library's word for a matcher that is not at an end and allows no token."""
 
@@ -48,8 +52,8 @@ class Compiled:
     grown_bytes: int = 0
     """An estimate of the memory that it has taken since then."""
     has_failed: bool = False
-    """Whether a copy of the matcher could not continue. The automaton may have reached a limit of the library. Then
-    other copies fail, too."""
+    """Whether the automaton has reached a limit of the library, or the library has panicked. Then other copies of the
+    matcher fail, too."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +66,7 @@ class Compiled:
 
     def add_mask_time(self, cpu_s: float) -> None:
         """Estimates how much the automaton grew while a mask was computed for this time."""
-        self.grown_bytes += int(max(0.0, cpu_s - COLD_MASK_S) * BYTES_PER_COLD_S)
+        self.grown_bytes += max(LEAST_GROWTH_BYTES, int((cpu_s - COLD_MASK_S) * BYTES_PER_COLD_S))
 
 
 class GrammarLibrary:
@@ -170,7 +174,8 @@ def _to_grammar(output: StructuredOutput) -> str:
                 raise ValueError(f"the schema is not valid JSON: {error}") from error
             if not isinstance(schema, dict):
                 raise ValueError(f"a schema must be a JSON object, got {type(schema).__name__}")
-            return str(LLMatcher.grammar_from_json_schema(schema))
+            # As text, since the library takes no integers of more than 64 bits from Python.
+            return str(LLMatcher.grammar_from_json_schema(output.source))
         case GrammarKind.REGEX:
             return str(LLMatcher.grammar_from_regex(output.source))
         case GrammarKind.LARK:

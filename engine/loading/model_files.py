@@ -48,8 +48,8 @@ def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether this may be the name of a file below a folder. Linux refuses names of more than 255 bytes."""
-    is_short = len(name.encode(errors="replace")) < 256
+    """Whether this may be the path of a file below a folder. In a path, Linux refuses names of more than 255 bytes."""
+    is_short = len(name) < 4096 and max(map(len, name.encode(errors="replace").split(b"/"))) < 256
     return is_short and not name.startswith("/") and ".." not in name.split("/")
 
 

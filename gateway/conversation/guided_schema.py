@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from baton.errors import InvalidRequest
@@ -304,13 +305,20 @@ def _check_listed(field: str, where: str, listed: Any) -> None:
         elif isinstance(value, int) and not _is_exact(value):
             raise InvalidRequest(
                 field,
-                f"{where} lists the integer {str(value)[:60]}, which has more than {EXACT_BITS} bits, so a grammar "
-                "cannot hold it; list it as a string",
+                f"{where} lists the integer {str(value)[:60]}, which has more than {EXACT_BITS} bits and which a "
+                "grammar cannot hold; list it as a string",
             )
 
 
 def _is_exact(number: int) -> bool:
-    return abs(number) <= 2**EXACT_BITS or (abs(number) < 2**63 and int(float(number)) == number)
+    """Whether llguidance holds this number. It writes floats of 2**63 or more with their shortest digits."""
+    if abs(number) <= 2**EXACT_BITS:
+        return True
+    try:
+        held = float(number)
+    except OverflowError:
+        return False
+    return number == (int(held) if abs(number) < 2**63 else int(Decimal(repr(held))))
 
 
 def _lists_enough(schema: Mapping[str, Any], needed: tuple[frozenset[str | None], ...]) -> bool:

@@ -226,9 +226,8 @@ def _by_transformers(folder: Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except (
-        BaseException
-    ) as error:  # damaged or newer files make the libraries raise anything, also Rust's panics
+    # Damaged or newer files make the libraries raise anything, also Rust's panics.
+    except BaseException as error:
         problem = (
             str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         )

@@ -76,3 +76,11 @@ def test_c64_a_forced_text_that_spells_a_special_token_has_ordinary_tokens(folde
         assert matcher.consume(token_id) is None
     text = make_tokenizer().decode(list(forced), skip_special_tokens=True)
     assert text == source.replace("\\", "").removesuffix("( three)?")
+
+
+def test_a_forced_integer_of_more_than_64_bits_stays_as_it_is(folder: Path) -> None:
+    output = StructuredOutput(GrammarKind.JSON_SCHEMA, '{"const": 100000000000000000000}')
+    matcher = make_matcher(folder, output)
+    for token_id in make_tokenizer().encode("100000000000000000000").ids:
+        assert matcher.consume(token_id) is None
+    assert matcher.allowed().nonzero()[0].tolist() == [EOS_TOKEN_ID]

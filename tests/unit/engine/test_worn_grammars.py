@@ -74,3 +74,15 @@ def test_a_grammar_that_grows_counts_with_its_growth_and_is_then_compiled_again(
     before = compiler._find(WORDS)
     matcher_of(compiler)
     assert compiler._find(WORDS) is not before
+
+
+def test_quick_masks_count_as_growth_too(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a long string take little time, but each adds states."""
+    monkeypatch.setattr(module, "COLD_MASK_S", 1000.0)
+    monkeypatch.setattr(module, "MAX_GROWTH_BYTES", 3 * module.LEAST_GROWTH_BYTES)
+    assert error_of(matcher_of(compiler), "abc") is None
+    before = compiler._find(WORDS)
+    assert error_of(matcher_of(compiler), "a") is None
+    assert compiler._find(WORDS) is before
+    matcher_of(compiler)
+    assert compiler._find(WORDS) is not before

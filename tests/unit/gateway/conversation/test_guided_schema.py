@@ -296,7 +296,7 @@ def test_formats_are_taken_out_of_the_tuples_of_older_drafts() -> None:
     [
         {"const": 9_007_199_254_740_993},
         {"enum": ["a", -1_234_567_890_123_456_789]},
-        {"type": "array", "items": {"anyOf": [{"const": {"id": [10**20]}}]}},
+        {"type": "array", "items": {"anyOf": [{"const": {"id": [2**64]}}]}},
     ],
 )
 def test_an_integer_that_a_grammar_would_change_is_refused(part: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ def test_an_integer_that_a_grammar_would_change_is_refused(part: dict[str, Any])
 
 
 def test_integers_that_a_grammar_holds_may_be_listed() -> None:
-    listed = {"enum": [2**53, -(2**62), "1234567890123456789", 1e21]}
+    listed = {"enum": [2**53, -(2**62), "1234567890123456789", 1e21, 10**19, -(10**20), 10**22]}
     schema = {"type": "object", "properties": {"const": listed}, "required": ["const"]}
     assert guided(schema)["properties"]["const"] == listed
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(listed))
