@@ -21,7 +21,6 @@ from baton.system.hosts import is_address
 from baton.system.logs import PACKAGES
 from baton.system.watched import Watched
 from baton.version import baton_version
-from cli.__main__ import INTERRUPTED
 from cli.command_flags import (
     add_command,
     add_generate_flags,
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from cli.target import Target
 
 DONE, REFUSED, USAGE = 0, 1, 2
+INTERRUPTED = 130
+"""As in cli/__main__.py, which has the number before it imports anything."""
 READER_LEFT = 141
 """Exit code if the reader of stdout has ended. A shell reports the same code for a process that SIGPIPE ended."""
 UNWRITABLE = 74
