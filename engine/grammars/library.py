@@ -33,7 +33,7 @@ LEAST_GROWTH_BYTES = 8 * 2**10
 """Every mask counts as at least this much growth. A mask of a long string takes little time, but may add 14 KB."""
 MAX_GROWTH_BYTES = 32 * 2**20
 """A grammar that has grown by more bytes is compiled again for the next request. The library allows all requests of a
-compiled grammar together 250,000 states, which take about 110 MB."""
+compiled grammar together 250,000 states, which take 110 to 130 MB."""
 
 TOO_MANY_STATES = "too many states"
 """The library's words for an automaton at its limit."""

@@ -24,7 +24,7 @@ from baton.errors import (
     RequestAborted,
     Unauthenticated,
 )
-from gateway.error_codes import INTERNAL_MESSAGE, codes_of
+from gateway.error_codes import INTERNAL_MESSAGE, codes_of, name_of
 from gateway.http.dialects import Dialect, dialect_of
 from gateway.http.error_shapes import SITE_OVERLOADED, error_response, openai_error
 from gateway.http.request_ids import id_headers
@@ -116,7 +116,7 @@ def in_terms_of(names: Mapping[str, str]) -> Iterator[None]:
 
 def response_for(scope: Scope, error: BatonError) -> JSONResponse:
     """The response for a call that ended with this error."""
-    note_error(scope, type(error).__name__)
+    note_error(scope, name_of(error))
     return error_response(
         scope,
         status_of(error, dialect_of(scope["path"])),

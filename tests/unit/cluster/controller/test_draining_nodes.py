@@ -233,6 +233,16 @@ async def test_a_node_that_is_not_there_or_the_only_one_cannot_leave() -> None:
         await all_serve_on(tested, "n1")
 
 
+async def cut_off_while_it_drains(tested: FleetUnderTest, launcher: FakeLauncher, node: str) -> None:
+    """The workers of the node `n1` do not end before the controller does."""
+    await all_serve_on(tested, "n1")
+    for worker in launcher.incarnations:
+        worker.may_drain.clear()
+    with pytest.raises(FleetError):
+        await tested.controller.drain_node(node, 0.05)
+    await tested.cut_off()
+
+
 async def test_a_node_that_is_gone_is_forgotten() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
@@ -250,12 +260,7 @@ async def test_a_command_that_is_sent_again_ends_though_the_node_and_the_control
 ) -> None:
     launcher, store = two_nodes(), InMemoryStore()
     async with fleet(fleet_config(), launcher, store) as tested:
-        await all_serve_on(tested, "n1")
-        for worker in launcher.incarnations:
-            worker.may_drain.clear()
-        with pytest.raises(FleetError):
-            await tested.controller.drain_node(node, 0.05)
-        await tested.cut_off()
+        await cut_off_while_it_drains(tested, launcher, node)
         for worker in launcher.incarnations:
             worker.kill()
         launcher.lost.add("n1")
@@ -272,12 +277,7 @@ async def test_a_command_that_is_sent_again_ends_though_the_node_and_the_control
 async def test_the_next_controller_continues_the_drain(has_begun: bool) -> None:
     launcher, store = two_nodes(), InMemoryStore()
     async with fleet(fleet_config(), launcher, store) as tested:
-        await all_serve_on(tested, "n1")
-        for worker in launcher.incarnations:
-            worker.may_drain.clear()
-        with pytest.raises(FleetError):
-            await tested.controller.drain_node("n1", 0.05)
-        await tested.cut_off()
+        await cut_off_while_it_drains(tested, launcher, "n1")
         for worker in launcher.incarnations:
             worker.is_draining = has_begun  # if not, the controller was killed before it commanded this
             worker.may_drain.set()
