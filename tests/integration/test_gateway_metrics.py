@@ -46,7 +46,8 @@ async def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
         before = await scrape(under_test)
         assert before("request_success_total", finished_reason="length") == 0
         await ask(under_test)
-        now = await scrape(under_test)
+        # A call is counted once gRPC has closed it, a moment after its client has read the status.
+        now = await _until(under_test, lambda now: now("grpc_calls_total") == 1)
         for name in (
             *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
@@ -120,11 +121,12 @@ async def test_failures_are_counted_by_what_was_wrong(folder: Path) -> None:
             await ask(under_test)
         with pytest.raises(GatewayError):
             await ask(under_test, top_p=2.0)
-        now = await scrape(under_test)
+        now = await _until(under_test, lambda now: now("grpc_calls_total") == 2)
         assert now("requests_total", outcome="failed") == 1
         assert now("request_errors_total", error="WorkerUnavailable") == 1
         assert now("request_migrations_total", cause="failed") == now("request_attempts_total") - 1 > 0
-        assert now("grpc_calls_total", code="UNAVAILABLE") == now("grpc_calls_total", code="INVALID_ARGUMENT")
+        assert now("grpc_calls_total", code="UNAVAILABLE") == 1
+        assert now("grpc_calls_total", code="INVALID_ARGUMENT") == 1
         assert now("request_success_total") == 0
 
 
@@ -163,7 +165,7 @@ async def test_calls_that_there_are_not_are_counted_together(folder: Path) -> No
                 with pytest.raises(grpc.aio.AioRpcError, match="Method not found!") as raised:
                     await channel.unary_unary(name)(b"", metadata=(("x-request-id", "mine"),))
                 assert dict(raised.value.trailing_metadata())["x-request-id"] == "mine"
-        now = await scrape(under_test)
+        now = await _until(under_test, lambda now: now("grpc_calls_total") == 2)
         assert now("grpc_calls_total", method="(other)", code="UNIMPLEMENTED") == 2
 
 
@@ -173,7 +175,7 @@ async def test_a_client_that_leaves_has_aborted(folder: Path) -> None:
         await under_test.workers["d0"].next_request()
         asking.cancel()
         await _until(under_test, lambda now: now("requests_total", outcome="aborted") == 1)
-        now = await scrape(under_test)
+        now = await _until(under_test, lambda now: now("grpc_calls_total") == 1)
         assert now("request_success_total", finished_reason="abort") == 1
         assert now("request_errors_total") == 0
         assert now("grpc_calls_total", code="CANCELLED") == 1
@@ -263,7 +265,9 @@ async def test_the_time_of_a_failed_attempt_is_a_part_of_its_own(folder: Path) -
         assert now("request_attempts_total") == 2
 
 
-async def _until(under_test: GatewayUnderTest, condition: Callable[[Scrape], bool]) -> None:
+async def _until(under_test: GatewayUnderTest, condition: Callable[[Scrape], bool]) -> Scrape:
+    """The first scrape that meets the condition."""
     async with asyncio.timeout(60):
-        while not condition(await scrape(under_test)):
+        while not condition(now := await scrape(under_test)):
             await asyncio.sleep(0.05)
+    return now
