@@ -23,6 +23,7 @@ BY_HAND := $(addprefix tests/e2e/test_,config_fields.py poison.py quantized_toke
 CHAOS ?=
 HOSTILE ?=
 CLIENTS ?=
+RACY ?= tests/integration
 GPU_CHECK ?=
 # A folder with the KubeRay operator's definitions (ray.io_rayclusters.yaml), against which the chart's RayCluster is checked.
 export KUBERAY_CRDS ?=
@@ -31,7 +32,7 @@ RELEASED_PROTOS := protos/released.binpb
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo serve check unit test test-all lint types circles protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients fuzz-api gpu-check gpu-dry-run helm-test format lock clean
+.PHONY: help setup demo serve check unit test test-all lint types circles protos protos-check protos-release bench coverage simulate-faults simulate-scheduler break-workers chaos hostile fuzz-wire bad-clients racy-tests fuzz-api gpu-check gpu-dry-run helm-test format lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -115,6 +116,9 @@ hostile: $(INSTALLED) ## Hostile callers beside streams that must not notice; HO
 
 bad-clients: $(INSTALLED) ## Clients that stop reading, vanish or cancel, 500 of each; CLIENTS="--each 50"
 	$(PYTHON_IN_VENV) -m tests.clients $(CLIENTS)
+
+racy-tests: $(INSTALLED) ## Delays event loops at random, so that tests that depend on their speed fail; RACY=tests/integration/test_pings.py
+	$(PYTHON_IN_VENV) -m pytest -q -p tests.random_delays -m "not gpu and not by_hand" --numprocesses 2 $(RACY)
 
 fuzz-wire: $(INSTALLED) ## Hostile bytes and messages for FUZZ_SECONDS
 	$(PYTHON_IN_VENV) -m tests.property.wire_fuzz --seconds $(FUZZ_SECONDS)
