@@ -1,7 +1,8 @@
 """A plugin of pytest that delays tasks at random: a test that depends on how fast they run fails sooner or later.
 
 `make racy-tests`, or `python -m pytest -p tests.random_delays FILES`. It delays only tasks of the tests' own event
-loops, not those of processes that tests start. A run with the same seed is similar, but not the same.
+loops, not those of processes that tests start. A run with the same seed is similar, but not the same. Tests that
+rely on the order in which an event loop runs tasks are marked `in_order`, and left out.
 """
 
 import asyncio

@@ -33,9 +33,10 @@ async def test_a_swarm_of_bad_clients_leaves_nothing_behind(folder: Path) -> Non
         await swarm(under_test, 10)  # what is made once is made now
         before = await held_by(under_test)
         await swarm(under_test, 50)
+        # Some tasks live only for a moment, such as that of a heartbeat.
+        await under_test.until(lambda: len(asyncio.all_tasks()) <= before.num_tasks)
         after = await held_by(under_test)
         assert (after.num_runs, after.num_sub_requests) == (0, 0)
-        assert after.num_tasks <= before.num_tasks
         assert after.num_files <= before.num_files
         assert after.rss_mib <= before.rss_mib + 30.0
         counters = under_test.dispatcher.tally.counters

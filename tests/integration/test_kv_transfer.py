@@ -165,7 +165,8 @@ def test_blocks_arrive_progressively_and_both_ends_are_notified(prefill: Worker,
     assert received.transport == Worker.transport
     assert (decode.pool[10:13] == prefill.pool[1:4]).all()
     assert prefill.until(lambda news: news.finished_sending) == "r"
-    assert prefill.connector.counters()["kv_bytes_sent"] == 3 * BLOCK_BYTES
+    # More if the machine is so slow that pieces are sent again.
+    assert prefill.connector.counters()["kv_bytes_sent"] >= 3 * BLOCK_BYTES
 
 
 def test_two_workers_hand_over_to_each_other_at_once(prefill: Worker, decode: Worker) -> None:

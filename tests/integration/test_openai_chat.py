@@ -264,6 +264,7 @@ async def test_the_packages_own_helpers_work_too(folder: Path) -> None:
         assert parsed.choices[0].message.parsed == City(name="Paris")
 
 
+@pytest.mark.in_order
 async def test_available_parts_of_several_answers_are_sent_together(folder: Path) -> None:
     """Each as an event of its own; a body's chunk holds all that was written at once."""
 

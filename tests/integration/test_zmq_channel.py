@@ -228,11 +228,13 @@ def test_an_unused_connection_is_closed_and_opened_again_when_needed() -> None:
 
 
 def test_c48_an_idle_channel_wakes_to_close_unused_connections_and_then_sleeps() -> None:
-    consumer = make_channel(idle_s=0.1)
+    clock = VirtualClock()
+    consumer = make_channel(clock, idle_s=0.1)
     with listen() as server:
         consumer.send(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"hello")
         with accept(server) as connection:
             assert list(consumer.wait(None)) == []
+            clock.advance(0.1)
             began = time.monotonic()
             assert list(consumer.wait(0.3)) == []
             assert time.monotonic() - began >= 0.3
