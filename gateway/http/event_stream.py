@@ -17,9 +17,10 @@ Ping = Callable[[], bytes]
 """Makes the bytes of a ping, which consists of one event or of several."""
 
 
-def comment() -> bytes:
-    """A ping that clients ignore."""
-    return b": ping\n\n"
+def blank_lines() -> bytes:
+    """A ping that every client ignores. A comment would not do: the load generators of vLLM, SGLang and llmperf join it
+    to the next event, or parse it as JSON, and count the request as failed."""
+    return b"\n\n"
 
 
 HEADERS = [

@@ -29,8 +29,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hello"},
 }
 PING = {
-    "/v1/chat/completions": ": ping\n\n",
-    "/v1/completions": ": ping\n\n",
+    "/v1/chat/completions": "\n\n",
+    "/v1/completions": "\n\n",
     "/v1/messages": 'event: ping\ndata: {"type":"ping"}\n\n',
     "/v1/responses": 'event: keepalive\ndata: {"type":"keepalive","sequence_number":2}\n\n',
 }
@@ -105,9 +105,17 @@ async def text_after_a_ping(folder: Path, path: str, pinged: asyncio.Event, *, f
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_stream_that_waits_gets_pings(folder: Path, path: str, pinged: asyncio.Event) -> None:
     text = await text_after_a_ping(folder, path, pinged, fails=False)
-    events = text.replace(": ping\n\n", "").removesuffix("\n\n").split("\n\n")
+    events = [event for event in text.split("\n\n") if event]
     assert "baton" in text
     assert all("data: " in event for event in events), "no ping is within an event"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_ping_has_no_text_that_a_load_generator_could_take_for_an_event(
+    folder: Path, path: str, pinged: asyncio.Event
+) -> None:
+    text = await text_after_a_ping(folder, path, pinged, fails=False)
+    assert all(line.startswith("data: ") for line in text.splitlines() if line)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from baton.request import FinishReason
 from gateway.conversation import AnswerEvent
 from gateway.http.errors import body_of
-from gateway.http.event_stream import comment
+from gateway.http.event_stream import blank_lines
 from gateway.http.openai.answers import Usage
 from gateway.http.openai.choices import Collected, UsageCount
 from gateway.http.openai.fields import StreamOptions
@@ -87,7 +87,7 @@ class OpenAIAnswer(ABC):
         self._start = in_ascii(f"data: {head.json(self.chunk_kind)}")
 
     def ping(self) -> bytes:
-        return comment()
+        return blank_lines()
 
     @abstractmethod
     def opening(self) -> bytes: ...

@@ -10,8 +10,13 @@ from starlette.types import Message
 
 from baton.errors import Overloaded
 from gateway.http import event_stream
-from gateway.http.event_stream import PING_INTERVAL_S, EventSender, EventStream, comment, event, stream_of
+from gateway.http.event_stream import PING_INTERVAL_S, EventSender, EventStream, event, stream_of
 from tests.factories.virtual_loop import in_virtual_time
+
+
+def comment() -> bytes:
+    """A ping that no event contains."""
+    return b": ping\n\n"
 
 
 class Reader:
