@@ -46,7 +46,8 @@ async def test_a_whole_answer(folder: Path) -> None:
 
 
 async def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -> None:
-    """With its empty fields; texts in pieces are one text; a developer's turn counts as the system's."""
+    """With its empty fields; texts in pieces are one text; a developer's turn counts as the system's; messages may have
+    a type."""
 
     async with openai_with(folder, answering(ANSWER)) as (under_test, client):
         messages: list[Any] = [
@@ -57,7 +58,8 @@ async def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -
             },
         ]
         answer = await client.chat.completions.create(model="tiny", messages=messages)
-        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "More"}]
+        said, more = answer.choices[0].message.model_dump(), {"role": "user", "content": "More"}
+        messages += [said | {"type": "text"}, more | {"type": "text"}]
         await client.chat.completions.create(model="tiny", messages=messages)
         await under_test.workers["d0"].next_request()
         request = await under_test.workers["d0"].next_request()

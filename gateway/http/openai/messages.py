@@ -50,6 +50,11 @@ Name = Annotated[
 ]
 """Who wrote a message, for conversations of several users or agents."""
 
+TypeOfText = Annotated[
+    Literal["text"] | None,
+    Field(description="Accepted and ignored: lm-evaluation-harness before 0.4.12 sends it."),
+]
+
 
 class InputMessage(Body):
     """A message to the model."""
@@ -59,6 +64,7 @@ class InputMessage(Body):
     )
     content: Content
     name: Name | None = None
+    type: TypeOfText = None
 
     def as_chat_message(self) -> ChatMessage:
         role = "system" if self.role == "developer" else self.role
@@ -94,6 +100,7 @@ class AssistantMessage(Body):
     )
     reasoning: str | None = Field(None, description="vLLM's newer name for reasoning_content.")
     name: Name | None = None
+    type: TypeOfText = None
     refusal: NotSupported = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(
         None, description="Must be empty; OpenAI's answers have this field."
