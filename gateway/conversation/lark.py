@@ -65,8 +65,12 @@ class Lark:
 
     def text_without(self, name: str, *markers: str, also: str = "") -> str:
         """Defines a terminal: any text that contains none of the markers, even if their letters are separate
-        tokens. `also`: further conditions, as Lark text."""
-        excluded = "".join(f" & ~/(?s:.*){escaped(marker)}(?s:.*)/" for marker in markers)
+        tokens. `also`: further conditions, as Lark text.
+
+        All markers are in one condition. With a condition for each marker, the library's lexer would exceed its limits
+        where a text may still become one of several markers.
+        """
+        excluded = f" & ~/(?s:.*)({'|'.join(map(escaped, markers))})(?s:.*)/" if markers else ""
         return self.rule(name, f"/(?s:.*)/{excluded}{also}")
 
     def up_to(self, name: str, marker: str, shunned: Sequence[str] = ()) -> str:

@@ -296,6 +296,22 @@ def test_whatever_a_grammar_lets_through_is_read(guide: Guide) -> None:
     assert num_ended >= 3
 
 
+@both
+@pytest.mark.parametrize("token", TOKENS)
+def test_a_text_that_spells_the_beginning_of_a_token_goes_on(guide: Guide, token: str) -> None:
+    grammar = format_of("harmony", guide.vocabulary).grammar(ASKED, "", None)
+    assert grammar is not None
+    for channel in ("analysis", "commentary", "final"):
+        matcher = guide.matcher(grammar)
+        for text in (f"<|channel|>{channel}<|message|>", *token[:-1]):
+            ids = guide.tokenizer.encode(text, add_special_tokens=False).ids
+            assert matcher.try_consume_tokens(ids) == len(ids)
+        for text in "| ":
+            matcher.compute_bitmask()
+            assert not matcher.is_error(), matcher.get_error()
+            assert matcher.consume_token(guide.tokenizer.encode(text, add_special_tokens=False).ids[0])
+
+
 def test_a_guided_call_ends_with_the_token_that_ends_the_turn() -> None:
     guide = GUIDES["markers are tokens"]
     ends = [guide.vocabulary.ids[token] for token in ("<|return|>", "<|call|>")]
