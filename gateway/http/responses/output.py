@@ -240,9 +240,10 @@ class ResponseOutput:
         """
         taken, waiting = list[TokenLogprobs](), list[TextLogprobs]()
         for number, each in self._logprobs:
-            if number >= len(self._messages):
+            place = max(number, 0)  # tokens without text may come before the first message
+            if place >= len(self._messages):
                 waiting.append((number, each))
-            elif (message := self._messages[max(number, 0)]) is self._open:
+            elif (message := self._messages[place]) is self._open:
                 taken.append(each)
             else:
                 message.logprobs.extend([each])

@@ -198,6 +198,17 @@ def test_log_probabilities_that_come_after_their_message_are_added_to_it(tokeniz
     assert list(map(len, shown)) == [3, 2]
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_log_probabilities_of_an_answer_without_a_message_are_left_out(
+    tokenizer: Tokenizer, is_cut: bool
+) -> None:
+    """The model ended after its reasoning. Its end of sequence is a token before the first text, whose number is -1."""
+    output = ResponseOutput("r", ChatTokens(tokenizer))
+    list(output.on_events([Reasoning("Hm")], [(-1, TokenLogprobs(5, -1.0, 1, ()))]))
+    list(output.end(is_cut))
+    assert [json.loads("".join(item.json()))["type"] for item in output.items] == ["reasoning"]
+
+
 def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -> None:
     """Those of a token whose text is still held back come with the next text, or at the end."""
     output, events = ResponseOutput("r", ChatTokens(tokenizer)), ResponseEvents(response())
