@@ -58,7 +58,9 @@ class ArgumentTags:
         while key is not None:
             calls.add(f"{before}{json.dumps(key)}: ")
             before = ", "
-            yield from self._read_value(reader, calls, self._types(calls, name, key))
+            yield from self._read_value(
+                reader, calls, self._types(calls, name, key), is_guided=calls.is_guided(name)
+            )
             key = yield from self.next_key(reader)
 
     def next_key(self, reader: Reader) -> Steps[str | None]:
@@ -95,11 +97,13 @@ class ArgumentTags:
             calls.types[id(schema)] = types
         return types
 
-    def _read_value(self, reader: Reader, calls: CallWriter, types: frozenset[str] | None) -> Steps[None]:
+    def _read_value(
+        self, reader: Reader, calls: CallWriter, types: frozenset[str] | None, *, is_guided: bool
+    ) -> Steps[None]:
         if self._padding and (yield from reader.peek()) == self._padding:
             reader.read_arrived(1)
         if types is not None:
-            value = yield from self._json_value(reader, calls, types)
+            value = yield from self._json_value(reader, calls, types, is_guided=is_guided)
             if value is not None:
                 calls.add(value)
             return
@@ -109,9 +113,11 @@ class ArgumentTags:
             calls.add(_within_quotes(reader.read_arrived(num_spaces).removesuffix(self._padding)) + '"')
             reader.read_arrived(length)
 
-    def _json_value(self, reader: Reader, calls: CallWriter, types: frozenset[str]) -> Steps[str | None]:
+    def _json_value(
+        self, reader: Reader, calls: CallWriter, types: frozenset[str], *, is_guided: bool
+    ) -> Steps[str | None]:
         """Reads a value that is not plain text, and its end. None: the answer ended before the value did. `types`: the
-        result of `value_types`.
+        result of `value_types`. `is_guided`: the value is JSON.
 
         A JSON string may contain the tag after a value. So the value is first read as JSON, if it begins like
         JSON.
@@ -126,7 +132,11 @@ class ArgumentTags:
             if (yield from reader.skip(self._value_end)):
                 reader.commit()
                 return value
+        is_cut = is_guided and is_read and reader.has_met_end
         reader.rewind()
+        if is_cut:  # a string before the cut may contain the tag
+            yield from reader.until(Markers(()), lambda _: None)
+            return None
         calls.num_misread += is_read
         pieces: list[str] = []
         num_spaces, length = yield from reader.until(self._end, pieces.append)

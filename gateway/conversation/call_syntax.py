@@ -24,7 +24,10 @@ def is_tool_name(name: str) -> bool:
 class CallWriter:
     """Turns the calls that a syntax reads into events."""
 
-    def __init__(self, tools: Sequence[Tool], emit: Callable[[AnswerEvent], None]) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], emit: Callable[[AnswerEvent], None], *, must_call: bool = False
+    ) -> None:
+        """`must_call`: the answer has calls and no text, and their arguments match the schemas of their tools."""
         self.tools = {tool.name: tool for tool in tools}
         self.num_misread = 0
         """Number of texts so far that the syntax had to read twice. In Python's notation, only long texts count."""
@@ -32,12 +35,17 @@ class CallWriter:
         """What ArgumentTags knows about the values of an argument, by the `id()` of the argument's schema. The schema
         is a part of `tools`, so its id stays valid."""
         self._emit = emit
+        self._must_call = must_call
         self._index = -1
 
     @property
     def has_begun(self) -> bool:
         """True once a call has begun."""
         return self._index >= 0
+
+    def is_guided(self, name: str) -> bool:
+        """Whether a grammar makes the arguments of this tool match their schema."""
+        return name in self.tools and (self._must_call or self.tools[name].strict)
 
     def begin(self, name: str) -> None:
         self._index += 1

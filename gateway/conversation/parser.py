@@ -54,7 +54,7 @@ class TurnParser(AnswerParser):
         self._has_text = False
         """Whether text has begun; spaces do not count."""
         super().__init__(may_reason=tags is not None)
-        self._calls = CallWriter(tools, self._events.append)
+        self._calls = CallWriter(tools, self._events.append, must_call=must_call)
 
     def _run(self) -> Steps[None]:
         if self._tags is not None:

@@ -14,6 +14,7 @@ from gateway.conversation.guided_schema import divisible
 from gateway.conversation.python_literals import keyword_arguments
 from tests.factories.conversations import ASKED, calls_in, format_of, parts_of
 from tests.factories.guided import Guide
+from tests.unit.gateway.conversation.test_parser import TAGGED
 from tests.unit.gateway.conversation.test_turn_grammar import grammar_of
 
 GUIDE = Guide(has_markers=False)
@@ -261,3 +262,22 @@ def test_what_says_more_than_a_list_of_properties_is_refused_without_a_list_too(
     tool = Tool("act", None, {"additionalProperties": {"type": "integer"}, **more})
     with pytest.raises(InvalidRequest, match=f"remove {next(iter(more))}"):
         grammar_of(GUIDE, family, replace(ASKED, tools=(tool,), tool_choice=REQUIRED))
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("choice", [REQUIRED, ToolChoice(ToolUse.AUTO)], ids=["required", "auto"])
+def test_an_answer_that_ends_in_a_string_with_the_tag_after_a_value_has_no_text(
+    family: str, choice: ToolChoice
+) -> None:
+    """The value is JSON up to the end of the answer, and not a text up to the tag."""
+    conversation = with_tool("f", {"a": {"type": ["string", "null"]}}, choice)
+    begin, end = TAGGED[family].split("{}")
+    value = json.dumps(f"x{end.partition('>')[0]}>y")
+    whole = f'{{"a": {value}}}'
+    answer = f"{begin}{value}{end}"
+    (only,) = parts_of(format_of(family), [answer], conversation).calls
+    assert (only.arguments, only.is_whole) == (whole, True)
+    for at in range(len(begin), len(answer)):
+        parts = parts_of(format_of(family), [*answer[:at]], conversation)
+        assert parts.text == ""
+        assert whole.startswith(parts.calls[0].arguments)
