@@ -27,6 +27,19 @@ MAX_SHOWN = 12
 """A message names at most this many files."""
 COMPARED_BYTES = 2**24
 """Two tensors are compared in pieces of this size."""
+VALUE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I64": 8,
+    "I32": 4,
+    "I8": 1,
+    "U8": 1,
+}
+"""A value's bytes, by the data types that Baton reads."""
 
 
 def indexed_files(folder: Path, remote: Collection[str] = ()) -> list[str]:
@@ -174,7 +187,11 @@ def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
         tensors = {
             name: _entry(file, first, entry) for name, entry in header.items() if name != "__metadata__"
         }
-        end = max((entry.offset + entry.num_bytes for entry in tensors.values()), default=first)
+        end = first
+        for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+            if entry.offset != end:
+                raise ValueError(f"tensor {name} begins at byte {entry.offset:,}, but should at byte {end:,}")
+            end += entry.num_bytes
         if end != size:
             raise ValueError(
                 f"the file has {size:,} bytes, but its header describes {end:,}; download the file again"
@@ -194,7 +211,10 @@ def _entry(file: Path, first: int, entry: Mapping[str, Any]) -> TensorEntry:
         )
     if not 0 <= begin <= end or not all(size >= 0 for size in shape):
         raise ValueError(f"the range of a tensor of shape {list(shape)} is {begin} to {end}")
-    return TensorEntry(file, str(entry["dtype"]), shape, first + begin, end - begin)
+    num_bytes, value_bytes = end - begin, VALUE_BYTES.get(str(entry["dtype"]))
+    if value_bytes is not None and num_bytes != prod(shape) * value_bytes:
+        raise ValueError(f"a tensor of type {entry['dtype']} and shape {list(shape)} has {num_bytes:,} bytes")
+    return TensorEntry(file, str(entry["dtype"]), shape, first + begin, num_bytes)
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Which files make a model, by their names."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 
 from baton.errors import ModelError
 from engine.loading.model_files import gguf_file, indexed_files, read_safetensors_header, stored_tensors
-from engine.loading.safetensors_index import CheckpointIndex
+from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
 from engine.model_config import read_json
 
 FILES = ["README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "sub/m-BF16.gguf", "mmproj-m-F16.gguf"]
@@ -159,3 +160,27 @@ def test_a_damaged_header_names_its_file(tmp_path: Path, content: bytes) -> None
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(ModelError, match=rf"{tmp_path}/x is not a readable safetensors file"):
         read_safetensors_header(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "problem"),
+    [
+        (((0, 8), (4, 12)), "tensor b begins at byte 204, but should at byte 208"),
+        (((0, 8), (0, 8)), "tensor a begins at byte 200, but should at byte 208"),
+        (((0, 8), (12, 20)), "tensor b begins at byte 212, but should at byte 208"),
+        (((8, 16), (16, 24)), "tensor a begins at byte 208, but should at byte 200"),
+        (((0, 8), (8, 20)), "a tensor of type F32 and shape [2] has 12 bytes"),
+    ],
+)
+def test_tensors_that_overlap_or_leave_bytes_out_are_refused(
+    tmp_path: Path, ranges: tuple[tuple[int, int], tuple[int, int]], problem: str
+) -> None:
+    """As the library of the format does, but before a worker starts."""
+    a, b = ({"dtype": "F32", "shape": [2], "data_offsets": offsets} for offsets in ranges)
+    header = json.dumps({"b": b, "a": a}).encode().ljust(192)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(max(end for _, end in ranges)))
+    with pytest.raises(ModelError, match=re.escape(problem)):
+        read_safetensors_header(file)
+    with pytest.raises(ModelError, match="is not a readable safetensors file"):
+        open_safetensors(file)
