@@ -2,7 +2,7 @@
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from baton.system.cgroups import cgroups
@@ -16,6 +16,8 @@ _M_MMAP_THRESHOLD = -3
 
 _KEEP_BYTES = 2**30
 _GROW_BYTES = 64 * 2**20
+
+RETURN_EVERY_BYTES = 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
@@ -50,6 +52,25 @@ def return_freed_memory() -> None:
     except AttributeError:  # musl
         return
     trim(ctypes.c_size_t(0))
+
+
+def returning_freed_memory(on_loaded: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """A callback for the progress of loading, in bytes. It calls `on_loaded`, and `return_freed_memory` each time that
+    RETURN_EVERY_BYTES more are loaded.
+
+    glibc cannot use a freed buffer again for an aligned one of the same size. So without this, the buffers of all
+    layers would add up until the model is loaded.
+    """
+    returned_at = 0
+
+    def on_progress(loaded_bytes: int, total_bytes: int) -> None:
+        nonlocal returned_at
+        if loaded_bytes - returned_at >= RETURN_EVERY_BYTES:
+            returned_at = loaded_bytes
+            return_freed_memory()
+        on_loaded(loaded_bytes, total_bytes)
+
+    return on_progress
 
 
 def available_memory(root: Path = _ROOT) -> int:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,12 @@ from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ConfigError
 from baton.system.cpus import find_machine
 from baton.system.curve import PlaneKeys
-from engine.allocator import available_memory, keep_freed_memory, return_freed_memory
+from engine.allocator import (
+    available_memory,
+    keep_freed_memory,
+    return_freed_memory,
+    returning_freed_memory,
+)
 from engine.capacity import Capacity, largest_steps, rank_capacity, with_defaults_of
 from engine.collectives import Collectives, SilentRank
 from engine.device import rank_device
@@ -163,12 +169,12 @@ def build_device_engine(
                 kv_cache_dtype=engine.kv_cache_dtype,
                 collectives=collectives,
                 expert_parallel=engine.enable_expert_parallel,
-                on_progress=lambda done, count: on_progress("loading weights", done, count),
+                on_progress=returning_freed_memory(partial(on_progress, "loading weights")),
                 max_model_len=config.scheduler.max_model_len,
             )
         )
     draft = load_draft(
-        config, model_path, model, lambda done, count: on_progress("loading the draft model", done, count)
+        config, model_path, model, returning_freed_memory(partial(on_progress, "loading the draft model"))
     )
     return_freed_memory()
     # To measure the memory of a step, all kernels are launched for the first time here.

@@ -7,10 +7,17 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
-from engine.allocator import available_memory, keep_freed_memory, return_freed_memory
+from engine import allocator
+from engine.allocator import (
+    available_memory,
+    keep_freed_memory,
+    return_freed_memory,
+    returning_freed_memory,
+)
 from engine.build import build_device_engine
 from engine.collectives import SINGLE_RANK
 from engine.loading.footprint import footprint
@@ -43,6 +50,45 @@ def test_what_only_loading_needed_is_given_back(tmp_path: Path) -> None:
     engine.connector.shutdown()
     engine.free()
     assert added < 1.25 * footprint(config, folder).weight_bytes
+
+
+def test_freed_memory_is_given_back_while_weights_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the buffers of all layers add up, since glibc cannot use a hole again for an aligned buffer."""
+    returned, reported = Mock(), Mock()
+    monkeypatch.setattr(allocator, "return_freed_memory", returned)
+    monkeypatch.setattr(allocator, "RETURN_EVERY_BYTES", 100)
+    on_loaded = returning_freed_memory(reported)
+    counts = []
+    for loaded in (60, 99, 100, 150, 199, 260, 360):
+        on_loaded(loaded, 360)
+        counts.append(returned.call_count)
+    assert counts == [0, 0, 1, 1, 1, 2, 3]
+    assert [call.args for call in reported.call_args_list][-1] == (360, 360)
+    assert reported.call_count == len(counts)
+
+
+def test_a_worker_returns_memory_for_every_model_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = Mock()
+    monkeypatch.setattr(allocator, "return_freed_memory", returned)
+    monkeypatch.setattr(allocator, "RETURN_EVERY_BYTES", 1)
+    folder = make_model_dir(tmp_path)
+    num_tensors = len(load_file(folder / "model.safetensors"))
+    config = BatonConfig.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "engine": {"num_threads": torch.get_num_threads()},
+            "scheduler": {"num_blocks": 65},
+            "speculation": {"method": "draft_model", "draft_model": str(folder)},
+        }
+    )
+    engine = build_device_engine(
+        config, None, folder, "incarnation", SINGLE_RANK, SystemClock(), Mock(), Mock()
+    )
+    engine.connector.shutdown()
+    engine.free()
+    assert returned.call_count == 2 * num_tensors
 
 
 def own_memory() -> int:

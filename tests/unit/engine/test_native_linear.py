@@ -224,6 +224,26 @@ def test_float32_weights_are_kept_in_16_bits_if_those_hold_them() -> None:
         assert torch.equal(found, short)
 
 
+def test_no_copy_in_float32_is_made_to_compare_with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are compared in parts. Here the last part, of one row, decides."""
+    largest = 0
+    equal = torch.equal
+
+    def watched(one: torch.Tensor, other: torch.Tensor) -> bool:
+        nonlocal largest
+        largest = max(largest, one.numel())
+        return equal(one, other)
+
+    monkeypatch.setattr(torch, "equal", watched)
+    weight = torch.ones(1025, 2048)
+    assert shortened(weight).dtype is torch.bfloat16
+    assert largest == 2**20
+    weight[-1, -1] = 1.0 + 2**-10
+    assert shortened(weight).dtype is torch.float16
+    weight[-1, -1] = 1.0 + 2**-20
+    assert shortened(weight) is weight
+
+
 def layers(products: Products, num_outputs: int, bias: torch.Tensor | None) -> list[NativeLinear]:
     weight = torch.randn(num_outputs, 96)
     return [
