@@ -29,7 +29,7 @@ class Quantization:
     method: str
     """The value of `quant_method`."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
-    """Pairs: the names of targets, and the scheme of these targets."""
+    """Pairs: the names of targets, and the scheme of these targets. The first pair that matches counts."""
     ignored: tuple[str, ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
@@ -95,18 +95,21 @@ def _compressed_tensors(config: Mapping[str, Any], key: str = KEY) -> Quantizati
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not (groups or config.get("kv_cache_scheme")):
         raise ModelError(f"{key}.config_groups must be an object with groups, got {groups!r:.80}")
-    schemes = []
+    schemes: dict[str, Scheme] = {}
     for name, group in groups.items():
         key_path = f"{key}.config_groups.{name}"
         if not isinstance(group, Mapping):
             raise ModelError(f"{key_path} must be an object, got {group!r:.80}")
         _refuse_others(group, key_path, _GROUP)
         stored_as = group.get("format") or config.get("format")
-        schemes.append(
-            (_names(group, "targets", key_path), _scheme_of(group.get("weights"), stored_as, key_path))
-        )
+        scheme = _scheme_of(group.get("weights"), stored_as, key_path)
+        schemes |= dict.fromkeys(_names(group, "targets", key_path), scheme)
+    # compressed-tensors prefers names to regular expressions, and takes each kind in alphabetical order.
+    in_order = sorted(schemes.items(), key=lambda item: ("re:" in item[0], item[0]))
     return Quantization(
-        method="compressed-tensors", schemes=tuple(schemes), ignored=_names(config, "ignore", key)
+        method="compressed-tensors",
+        schemes=tuple(((target,), scheme) for target, scheme in in_order),
+        ignored=_names(config, "ignore", key),
     )
 
 

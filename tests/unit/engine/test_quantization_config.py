@@ -104,6 +104,31 @@ def test_targets_by_name_go_before_those_by_class() -> None:
 
 
 @pytest.mark.parametrize(
+    ("targets", "module", "chosen"),
+    [
+        (("re:.*proj", "layers.0.up_proj"), "layers.0.up_proj", 1),
+        (("re:.*proj", "re:.*down_proj"), "layers.0.down_proj", 1),
+        (("re:.*down_proj", "re:.*proj"), "layers.0.down_proj", 0),
+        (("Linear", "Linear"), "layers.0.down_proj", 1),
+    ],
+)
+def test_of_several_targets_the_one_that_compressed_tensors_takes_counts(
+    targets: tuple[str, ...], module: str, chosen: int
+) -> None:
+    """Exact names, then regular expressions in alphabetical order; of equal targets the last one."""
+    groups = {
+        str(number): {"targets": [target], "weights": {"num_bits": 4 + 4 * number, "group_size": 32}}
+        for number, target in enumerate(targets)
+    }
+    given = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    quantization = read_quantization({"quantization_config": given})
+    assert quantization is not None
+    scheme = quantization.scheme_of(module)
+    assert scheme is not None
+    assert scheme.bits == (4, 8)[chosen]
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ("awq", "quantization_config must be an object"),
