@@ -81,6 +81,13 @@ def load_draft(
             raise ModelError(f"{path} has sliding windows, which a draft model may not have")
     except ModelError as error:
         raise ModelError(f"speculation.draft_model: {error}") from error
+    longest = config.scheduler.max_model_len or model.max_model_len
+    if draft.max_model_len < longest:
+        logger.warning(
+            "speculation.draft_model: %s was made for %d tokens, but a request may have %d; its guesses beyond %d "
+            "tokens are rarely right, and save no time",
+            *(path, draft.max_model_len, longest, draft.max_model_len),
+        )
     return Draft(draft, shares_kv=False, speculation=speculation)
 
 

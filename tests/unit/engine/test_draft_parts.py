@@ -95,6 +95,24 @@ def test_another_vocabulary_is_refused(model: LoadedModel, pair: tuple[Path, Pat
         draft_of(model, pair[0], draft_model=str(other))
 
 
+@pytest.mark.parametrize(("max_model_len", "is_said"), [(None, True), (513, True), (512, False)])
+def test_a_draft_model_for_shorter_requests_is_said(
+    model: LoadedModel,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    max_model_len: int | None,
+    is_said: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The served model has 1024 positions."""
+    short = make_model_dir(tmp_path, num_hidden_layers=1, max_position_embeddings=512)
+    scheduler = SchedulerConfig(max_model_len=max_model_len)
+    speculation = configured(draft_model=str(short))
+    load_draft(BatonConfig(model=FLOAT32, scheduler=scheduler, speculation=speculation), pair[0], model)
+    said = f"was made for 512 tokens, but a request may have {max_model_len or 1024}; its guesses beyond 512"
+    assert (said in caplog.text) == is_said
+
+
 def test_a_draft_model_is_kept_in_as_many_bits_as_asked(model: LoadedModel, pair: tuple[Path, Path]) -> None:
     kept = [
         draft_of(model, pair[0], draft_model=str(pair[0]), **keys).model.quantization
