@@ -111,7 +111,7 @@ def gguf_file(paths: Collection[str], wanted: str | None, model: str) -> str:
         raise ModelError(
             f"{model} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a GGUF file; it has {others}"
         )
-    matching = [path for path in found if wanted is None or _is_meant(path, wanted)]
+    matching = found if wanted is None else _meant(found, wanted)
     if len(matching) == 1 and not _is_part(matching[0]):
         return matching[0]
     if matching and all(_is_part(path) for path in matching):
@@ -223,11 +223,19 @@ def check_tokenizer(folder: Path) -> None:
         raise ModelError(f"{folder} has no tokenizer; a model folder needs tokenizer.json")
 
 
-def _is_meant(path: str, wanted: str) -> bool:
-    name = path.rpartition("/")[2]
+def _meant(paths: list[str], wanted: str) -> list[str]:
+    """The files that match. As in llama.cpp, `Q6_K` means `m-Q6_K.gguf`, even if there is a `m-Q6_K_L.gguf`."""
     if wanted.endswith(".gguf") or any(sign in wanted for sign in "*?["):
-        return fnmatch.fnmatchcase(path, wanted) or fnmatch.fnmatchcase(name, wanted)
-    return re.search(rf"(^|[-._]){re.escape(wanted)}([-._]|$)", name, re.IGNORECASE) is not None
+        return [
+            path
+            for path in paths
+            if fnmatch.fnmatchcase(path, wanted) or fnmatch.fnmatchcase(path.rpartition("/")[2], wanted)
+        ]
+    matching: list[str] = []
+    for ends in ("[-.]", "_"):
+        pattern = re.compile(rf"(^|[-._]){re.escape(wanted)}{ends}", re.IGNORECASE)
+        matching = matching or [path for path in paths if pattern.search(path.rpartition("/")[2])]
+    return matching
 
 
 def _is_part(path: str) -> bool:
@@ -235,8 +243,10 @@ def _is_part(path: str) -> bool:
 
 
 def _example(found: list[str]) -> str:
-    """The quantization in the name of a file, as users write it; the first file's name if no name contains one."""
-    for path in found:
-        if match := re.search(r"[-._]((I?Q\d\w*|BF16|F16|F32|MXFP4\w*))[-._]", path, re.IGNORECASE):
+    """A choice that works: the quantization in the name of a file, as users write it, or the file's path."""
+    whole = [path for path in found if not _is_part(path)] or found
+    for path in whole:
+        match = re.search(r"[-._]((I?Q\d\w*|BF16|F16|F32|MXFP4\w*))[-._]", path, re.IGNORECASE)
+        if match and _meant(found, match[1]) == [path]:
             return match[1]
-    return found[0]
+    return whole[0]

@@ -64,6 +64,34 @@ def test_another_choice_is_refused_with_what_there_is(
         gguf_file(files, wanted, "a/b")
 
 
+@pytest.mark.parametrize(
+    ("files", "wanted", "path"),
+    [
+        (["m-Q6_K.gguf", "m-Q6_K_L.gguf"], "q6_k", "m-Q6_K.gguf"),
+        (["m-Q6_K.gguf", "m-Q6_K_L.gguf"], "Q6_K_L", "m-Q6_K_L.gguf"),
+        (["m.Q4_0.gguf", "m.Q4_0_4_4.gguf", "m.Q4_0_8_8.gguf"], "Q4_0", "m.Q4_0.gguf"),
+        (["m-Q6_K_L.gguf", "m-Q8_0.gguf"], "Q6_K", "m-Q6_K_L.gguf"),
+    ],
+)
+def test_a_quantization_is_the_whole_name_if_there_is_one(files: list[str], wanted: str, path: str) -> None:
+    """As in llama.cpp. Many repositories have both Q6_K and Q6_K_L."""
+    assert gguf_file(files, wanted, "a/b") == path
+
+
+@pytest.mark.parametrize(
+    ("files", "proposed"),
+    [
+        (["a/m-Q4_0.gguf", "b/m-Q4_0.gguf"], "a/m-Q4_0.gguf"),
+        (["m-v1-Q4_0.gguf", "m-v2-Q4_0.gguf", "m-v2-Q8_0.gguf"], "Q8_0"),
+        (["m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf", "m-Q8_0.gguf"], "Q8_0"),
+    ],
+)
+def test_a_refusal_proposes_a_choice_that_works(files: list[str], proposed: str) -> None:
+    with pytest.raises(ModelError, match=f"; name one, such as a/b:{proposed}. There are"):
+        gguf_file(files, None, "a/b")
+    assert gguf_file(files, proposed, "a/b") in files
+
+
 def test_the_only_gguf_file_needs_no_name() -> None:
     assert gguf_file(["a.txt", "only.gguf", "mmproj.gguf"], None, "a/b") == "only.gguf"
     assert gguf_file(["m-00001-of-00001.gguf"], None, "a/b") == "m-00001-of-00001.gguf"
