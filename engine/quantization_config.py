@@ -293,6 +293,9 @@ _AWQ: Values = {
     "zero_point": (True,),
     "version": ("gemm", "GEMM"),
     "format": ("gemm", "GEMM"),
+    "checkpoint_format": ("gemm", "GEMM"),
+    "dynamic": ({},),
+    "pack_dtype": ("int32",),
     "backend": ("auto", "autoawq"),
     "desc_act": (False,),
 }

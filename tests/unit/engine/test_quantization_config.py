@@ -207,4 +207,7 @@ def test_keys_of_published_checkpoints_are_known() -> None:
         FP8 | {"activation_scheme": "static", "modules_to_not_convert": ["lm_head"], "kv_cache_scheme": None}
     )
     read(gptq(4, 128, pack_dtype="int32", lm_head=False, static_groups=False, model_file_base_name="model"))
+    read(
+        AWQ | {"format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32", "lm_head": False}
+    )  # GPTQModel
     read(AWQ | {"do_fuse": False, "modules_to_not_convert": None, "exllama_config": {}})
