@@ -85,6 +85,12 @@ def _explanation(name: HubName, error: Exception) -> str:
                 f"the disk of {cache} became full during the download of {repo}; free some room, or set HF_HOME to a "
                 f"folder on another disk. {_LATER}"
             )
+        case OSError(errno=errno.EROFS | errno.EACCES):
+            return (
+                f"the cache {cache} does not have all files of {name}, and cannot be written ({error.strerror}: "
+                f"{error.filename}). Set HF_HOME to a folder that may be written or, if an earlier commit is cached, "
+                "HF_HUB_OFFLINE=1 to serve it"
+            )
     return f"cannot prepare {name} in {cache}: {error}"
 
 

@@ -1,5 +1,6 @@
 """Downloads of files whose answers have another size than the file, and caches that are not whole."""
 
+import errno
 import hashlib
 import shutil
 import threading
@@ -14,6 +15,7 @@ from baton.hub_name import HubName
 from engine.loading import hub_download
 from engine.loading.hub import fetch
 from engine.loading.hub_download import LargeFile
+from engine.loading.hub_errors import explained
 from tests.factories.stub_hub import Repository, StubHub, stub_hub, use_in_this_process
 
 
@@ -77,3 +79,15 @@ def test_a_cache_without_a_list_of_files_that_is_not_whole_is_said_to_be_so(
             fetch(name, lambda *_: None)
     assert fetch(name, lambda *_: None) == cached
     assert (cached / ("b.safetensors" if is_indexed else "model.safetensors")).is_file()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_be_written_says_how_to_serve_what_it_has(number: int) -> None:
+    """A shared cache is often mounted read-only, and the name's branch may have a new commit."""
+    with pytest.raises(ModelError) as refused, explained(HubName("acme/tiny")):
+        raise OSError(number, "Read-only file system", "/cache/snapshots/0")
+    assert (
+        "does not have all files of acme/tiny, and cannot be written (Read-only file system: /cache/snap"
+        in str(refused.value)
+    )
+    assert "if an earlier commit is cached, HF_HUB_OFFLINE=1 to serve it" in str(refused.value)
