@@ -169,6 +169,7 @@ def test_a_process_that_says_nothing_is_killed(monkeypatch: pytest.MonkeyPatch) 
     assert (world.num_killed, world.num_started) == (1, 2)
 
 
+@pytest.mark.in_order
 def test_c57_a_burst_of_dear_grammars_makes_another_caller_wait_for_one_of_them() -> None:
     async def scene(world: World) -> None:
         held = asyncio.create_task(world.check("waits", "mallory"))

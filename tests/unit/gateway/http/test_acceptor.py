@@ -73,4 +73,4 @@ async def test_a_lack_of_files_is_logged_once_a_minute_with_the_number_of_attemp
             while listener.num_attempts < 2 * LOG_INTERVAL_S + 2:
                 await asyncio.sleep(0)
         accepting.close()
-    assert [line.partition("(")[2].partition(" ")[0] for line in lines(caplog)] == ["1", "60", "60"]
+    assert [line.partition("(")[2].partition(" ")[0] for line in lines(caplog)[:3]] == ["1", "60", "60"]

@@ -127,6 +127,7 @@ def long_text(letter: str, num_characters: int = MAX_INLINE_CHARACTERS + 1) -> s
     return letter * num_characters
 
 
+@pytest.mark.in_order
 async def test_c57_one_callers_surplus_is_refused_and_others_go_on(tmp_path: Path) -> None:
     own = tokenizer(tmp_path)
     held = HeldTokenizer(own)

@@ -23,7 +23,7 @@ def ids(text: str) -> list[int]:
 
 @given(st.text(max_size=40))
 def test_pieces_add_up_to_the_text_and_are_never_broken(text: str) -> None:
-    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=True)
+    detokenizer = Detokenizer(TOKENIZER, skip_special_tokens=False)  # a text may spell one
     pieces = [detokenizer.push(token_id) for token_id in ids(text)]
     assert "".join(pieces) + detokenizer.flush() == text
     assert not any("�" in piece for piece in pieces) or "�" in text

@@ -14,7 +14,7 @@ TOKEN_BYTES = {kind: TokenBytes(tokenizer) for kind, tokenizer in TOKENIZERS.ite
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "added tokens"])
-@given(text=st.text(max_size=30))
+@given(text=st.text(max_size=30).filter(lambda text: "<" not in text))  # it may spell a special token
 def test_the_bytes_of_a_texts_tokens_are_the_texts(kind: str, text: str) -> None:
     token_ids = TOKENIZERS[kind].encode(text, add_special_tokens=False).ids
     spelt = b"".join(map(TOKEN_BYTES[kind].of, token_ids))
