@@ -13,6 +13,8 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from gateway.auth.callers import Caller
 from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.error_shapes import openai_error
+from gateway.http.paced_parser import PacedParser
+from gateway.http.request_limits import MAX_HEADER_BYTES
 
 REQUEST_TIMEOUT_S = 15.0
 """How long a request's line and headers may take to arrive. If the answer is sent before the whole body has
@@ -43,6 +45,9 @@ class BoundedH11(H11Protocol):
 
     _request_deadline: asyncio.TimerHandle | None = None
     _write_deadline: asyncio.TimerHandle | None = None
+    _next_turn: asyncio.Handle | None = None
+    """Reads the next chunks of a body that has more of them than one turn may read."""
+    conn: PacedParser
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class BoundedH11(H11Protocol):
         """`refusal`: the reason for refusing this connection, which the client gets; None accepts the
         connection. `on_refused` receives NOT_HTTP for each malformed request."""
         super().__init__(*args, **options)
+        self.conn = PacedParser(h11.SERVER, MAX_HEADER_BYTES)
         self._places = places
         self.app_state = {ON_CALLER: self._begin_request}
         self.timeout_keep_alive = STRANGER_KEEP_ALIVE_S
@@ -95,6 +101,24 @@ class BoundedH11(H11Protocol):
         super().data_received(data)
         self._update_request_deadline()
 
+    def handle_events(self) -> None:
+        """Handles what has arrived. If a body has more chunks than one turn may read, the rest follows in later turns;
+        until then, nothing more is read from the connection."""
+        self.conn.begin_turn()
+        super().handle_events()
+        if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._next_turn = self.loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._next_turn = None
+        if self.transport.is_closing():
+            return
+        self.handle_events()
+        self._update_request_deadline()
+        if self._next_turn is None and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._end_request_if_answered()
@@ -105,6 +129,8 @@ class BoundedH11(H11Protocol):
         self._places.end_request(self)
         self._cancel_request_deadline()
         self._cancel_write_deadline()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         self.is_over.set()
 
     def end(self) -> None:

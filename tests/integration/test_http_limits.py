@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import h11
 import pytest
 
 from gateway.http.request_limits import MAX_BODIES
@@ -215,3 +217,40 @@ async def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_fo
                     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
                     await reader.readuntil(b"}")
                     await asyncio.sleep(1.2)  # longer than a request may take to come
+
+
+@pytest.mark.parametrize(("key", "status"), [(ALICE, 200), ("baton-nobody", 401)])
+async def test_c58_tiny_chunks_are_read_in_many_turns_of_the_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, status: int
+) -> None:
+    """Other calls are served between the turns, also while the rest of a refused body is read."""
+    loop, next_event, turn, chunks = asyncio.get_running_loop(), h11.Connection.next_event, 0, Counter[int]()
+    is_over = False
+
+    def begin_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if not is_over:
+            loop.call_soon(begin_turn)
+
+    def counted(parser: h11.Connection) -> Any:
+        event = next_event(parser)
+        chunks[turn] += isinstance(event, h11.Data)
+        return event
+
+    body = b" " * 20_000 + b'{"prompt": "hi"}'
+    head = HEAD + b"authorization: Bearer %s\r\ntransfer-encoding: chunked\r\n\r\n" % key.encode()
+    in_chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
+        monkeypatch.setattr(h11.Connection, "next_event", counted)
+        begin_turn()
+        async with connection(under_test) as (reader, writer):
+            writer.write(
+                head + in_chunks + b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            )
+            answered = await reader.read()
+        is_over = True
+    assert answered.startswith(b"HTTP/1.1 %d " % status)
+    assert b'{"status":"ok"}' in answered, "the next request of the connection"
+    assert chunks.total() == len(body)
+    assert max(chunks.values()) <= 256
