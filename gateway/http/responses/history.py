@@ -20,6 +20,7 @@ from gateway.http.body import Body
 from gateway.http.responses.items import (
     MAX_ITEMS,
     PREFIXES,
+    FunctionCallItem,
     InputItem,
     ItemReference,
     KeptItem,
@@ -62,9 +63,11 @@ class HistoryReader:
     """Reads one caller's stored responses for one request."""
 
     def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int) -> None:
-        """`max_bytes`: at most this many bytes may be read for this request."""
+        """`max_bytes`: at most this many bytes may be read for this request. Its references may stand for as many
+        characters, since a request may refer to one item many times."""
         self._store = store
         self._caller = caller
+        self._max_bytes = max_bytes
         self._remaining_bytes = max_bytes
         self._budget = TurnBudget()
 
@@ -112,6 +115,16 @@ class HistoryReader:
                 for item in _without_references(context.items if context else ())
                 if item.id in wanted
             }
+        lengths = {item_id: _num_characters(item) for item_id, item in found.items()}
+        if (
+            sum(lengths.get(item.id, 0) for item in items if isinstance(item, ItemReference))
+            > self._max_bytes
+        ):
+            raise InvalidRequest(
+                "input",
+                f"the items to which it refers have more than {self._max_bytes} characters together "
+                "(gateway.max_message_mib); refer to fewer items, and to each only once",
+            )
         resolved: list[KeptItem] = []
         for index, item in enumerate(items):
             if not isinstance(item, ItemReference):
@@ -181,6 +194,10 @@ def input_items_of(context: bytes) -> list[dict[str, Any]]:
             "another version of Baton stored this response, and this version cannot read its items",
         )
     return input_json(list(_without_references(stored.items[: stored.num_input])), "")
+
+
+def _num_characters(item: KeptItem) -> int:
+    return len(item.arguments if isinstance(item, FunctionCallItem) else item.text)
 
 
 def _without_references(items: Iterable[InputItem]) -> Iterator[KeptItem]:

@@ -137,6 +137,26 @@ async def test_a_conversation_is_bounded(store: MemoryStore, monkeypatch: pytest
         await reader(store).resolve(items_of(*({"id": f"msg_{n}_0"} for n in range(65))), History())
 
 
+@pytest.mark.parametrize("is_continued", [True, False])
+async def test_references_are_bounded_however_often_they_name_an_item(
+    store: MemoryStore, is_continued: bool
+) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{" + " " * 700 + "}"}
+    await kept(store, "a", None, user("x" * 1000), call)
+    history = await reader(store).history_up_to("resp_a" if is_continued else None)
+
+    async def refer_to(item_id: str, number: int) -> int:
+        return len(await reader(store, 4000).resolve(items_of(*[{"id": item_id}] * number), history))
+
+    assert await refer_to("msg_a_i0", 4) == 4
+    assert await refer_to("fc_a_i1", 5) == 5
+    for item_id, number in (("msg_a_i0", 5), ("fc_a_i1", 6)):
+        with pytest.raises(
+            InvalidRequest, match="input: the items to which it refers have more than 4000 characters"
+        ):
+            await refer_to(item_id, number)
+
+
 async def test_what_another_version_stored_is_not_there(store: MemoryStore) -> None:
     await store.keep("alice", "resp_a", StoredResponse(b"{}", b'{"turns": []}'))
     with pytest.raises(UnknownPreviousResponse, match="stored by another version of Baton"):
