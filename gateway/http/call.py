@@ -1,7 +1,8 @@
 """HttpCall: the properties of an HTTP call that are not in its body; the same for every API."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Self
 
 from fastapi import Header
@@ -11,6 +12,7 @@ from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
 from gateway.http.request_ids import shown_id, trace_of
+from gateway.http.request_limits import HOLD
 from gateway.http.sampling_fields import SamplingFields
 from gateway.preprocess import ClientRequest, Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
@@ -41,6 +43,8 @@ class HttpCall:
     trace: TraceContext | None
     deadline: float | None
     """When the client stops waiting, on the event loop's clock; None: the client waits without limit."""
+    hold: Callable[[int], None] = field(default=lambda _: None, compare=False, repr=False)
+    """Counts bytes as a part of the request's body; see HOLD."""
 
     @classmethod
     def of(cls, request: Request, api: str, timeout_ms: int | None, request_id: str | None = None) -> Self:
@@ -55,6 +59,7 @@ class HttpCall:
             request.state.caller,
             trace_of(request.headers),
             None if timeout_ms is None else asyncio.get_running_loop().time() + timeout_ms / 1000,
+            request.scope["state"][HOLD],
         )
 
     @property

@@ -3,6 +3,7 @@ OneLength: refuses a body with two lengths."""
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,6 +21,9 @@ MAX_BODIES = 32
 """One caller's requests that are not being answered yet may hold, together, the bytes of this many bodies of the
 largest size. A caller may have a thousand connections: without this limit, its bodies could take all memory before any
 other limit applies."""
+HOLD = "hold"
+"""Key in the state of each request's scope. Its value is a function that counts further bytes as if they were a part of
+the request's body, such as those of the stored responses that the request continues. Raises HTTPException with 429."""
 
 
 class RequestLimits:
@@ -34,7 +38,8 @@ class RequestLimits:
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
         self._too_many = (
             f"your requests that are not being answered yet may have bodies of at most {MAX_BODIES * max_bytes} bytes "
-            f"together ({MAX_BODIES} x gateway.max_message_mib); send fewer at once"
+            f"together ({MAX_BODIES} x gateway.max_message_mib), with the stored responses that they continue; send "
+            "fewer at once"
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,6 +50,7 @@ class RequestLimits:
             await error_response(scope, status, message)(scope, receive, send)
             return
         held = _HeldBytes(self._held, scope["state"]["caller"].name)
+        scope["state"][HOLD] = partial(self._hold, held)
         try:
             await self._app(scope, self._limited(receive, held), send)
         finally:
@@ -80,11 +86,14 @@ class RequestLimits:
             is_whole = not message.get("more_body", False)
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, self._too_large)
-            if held.add(len(message.get("body", b""))) > MAX_BODIES * self._max_bytes:
-                raise HTTPException(429, self._too_many, {"retry-after": "1", "retry-after-ms": "1000"})
+            self._hold(held, len(message.get("body", b"")))
             return message
 
         return receive_limited
+
+    def _hold(self, held: "_HeldBytes", num_bytes: int) -> None:
+        if held.add(num_bytes) > MAX_BODIES * self._max_bytes:
+            raise HTTPException(429, self._too_many, {"retry-after": "1", "retry-after-ms": "1000"})
 
 
 class OneLength:
@@ -106,8 +115,8 @@ class OneLength:
 
 
 class _HeldBytes:
-    """The bytes of one request's body. They count until the application has answered, or until it begins to wait for
-    the client to disconnect, if that is earlier."""
+    """The bytes of one request's body, and those that count as a part of it. They count until the application has
+    answered, or until it begins to wait for the client to disconnect, if that is earlier."""
 
     def __init__(self, by_caller: Counter[str], caller: str) -> None:
         self._by_caller = by_caller

@@ -10,6 +10,9 @@ import httpx2
 import pytest
 
 from baton.request import FinishReason
+from gateway.http.request_limits import MAX_BODIES
+from gateway.text import TokenizerPool
+from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, BOB
 from tests.factories.gateway import GatewayUnderTest, Script, gateway_with, outputs_of
 from tests.factories.models import make_tokenizer
 
@@ -109,6 +112,44 @@ async def test_a_chain_that_grows_ends_with_an_error_and_no_more_memory(folder: 
         assert status == 400
         assert answer.json()["error"]["param"] == "input"
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_small_requests_that_continue_a_long_response_are_bounded_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is answered yet. Another caller is served meanwhile."""
+    goes_on = asyncio.Event()
+    tokenized = TokenizerPool.encode_chat
+
+    async def encode_chat(*arguments: Any, **options: Any) -> tuple[int, ...]:
+        await goes_on.wait()
+        return await tokenized(*arguments, **options)
+
+    config: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN, "max_message_mib": 1}
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
+    body = {"model": "tiny", "truncation": "auto", "input": [{"role": "user", "content": "x" * 900_000}]}
+    async with (
+        gateway_with(folder, {}, {"d0": SAYS}, **config) as under_test,
+        under_test.http(headers=alice) as client,
+    ):
+        first = await client.post(
+            "/v1/responses", json=body | {"input": body["input"] + [{"role": "user", "content": "x"}]}
+        )
+        more = {"model": "tiny", "input": "x", "previous_response_id": first.json()["id"]}
+        monkeypatch.setattr(TokenizerPool, "encode_chat", encode_chat)
+        paths = ("/v1/responses", "/v1/responses/input_tokens")
+        calls = [asyncio.create_task(client.post(paths[n % 2], json=more)) for n in range(MAX_BODIES + 8)]
+        (refused, *_), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert (refused.result().status_code, refused.result().headers["retry-after"]) == (429, "1")
+        assert "with the stored responses that they continue" in refused.result().text
+        async with under_test.http(headers=bob) as other:
+            assert (await other.post("/tokenize", json={"prompt": "hi"})).status_code == 200
+        goes_on.set()
+        statuses = [(await call).status_code for call in calls]
+        assert 30 < statuses.count(400) < MAX_BODIES + 8, "too long for the model"
+        assert statuses.count(400) + statuses.count(429) == len(calls)
+        again = await client.post("/v1/responses", json=more | {"truncation": "auto"})
+        assert again.status_code == 200, "there is room again"
 
 
 async def test_paths_with_anything_in_them_are_unknown(folder: Path) -> None:

@@ -72,7 +72,10 @@ class CreateResponse:
             body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None
         )
         own_json = input_json(own_items, request.request_id)
-        generation = Generation(request, response, history, own_json, stored_by, namespaces_of(body.tools))
+        ancestors = History(
+            history.ancestors
+        )  # the history's items are not needed while the answer is generated
+        generation = Generation(request, response, ancestors, own_json, stored_by, namespaces_of(body.tools))
         tokens = self._tokens if body.has_logprobs else None
         return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))
 
@@ -94,7 +97,7 @@ class CreateResponse:
     async def _read_items(self, body: PromptFields, call: HttpCall) -> tuple[History, list[KeptItem]]:
         """The history that the request continues, and the request's own items."""
         store = None if self._running is None else self._running.store
-        reader = HistoryReader(store, call.caller.name, self._max_history_bytes)
+        reader = HistoryReader(store, call.caller.name, self._max_history_bytes, call.hold)
         history = await reader.history_up_to(body.previous_response_id)
         check_calls(body.items)
         return history, await reader.resolve(body.items, history)

@@ -7,7 +7,7 @@ stores n turns, not n^2, and reading the chain takes two round trips.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -62,13 +62,21 @@ class History:
 class HistoryReader:
     """Reads one caller's stored responses for one request."""
 
-    def __init__(self, store: ResponseStore | None, caller: str, max_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ResponseStore | None,
+        caller: str,
+        max_bytes: int,
+        hold: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """`max_bytes`: at most this many bytes may be read for this request. Its references may stand for as many
-        characters, since a request may refer to one item many times."""
+        characters, since a request may refer to one item many times. `hold` is called with the bytes that are read; it
+        may raise an error if the caller's requests hold too many."""
         self._store = store
         self._caller = caller
         self._max_bytes = max_bytes
         self._remaining_bytes = max_bytes
+        self._hold = hold
         self._budget = TurnBudget()
 
     async def history_up_to(self, previous_response_id: str | None) -> History:
@@ -146,6 +154,7 @@ class HistoryReader:
             self._remaining_bytes -= len(text or b"")
             if self._remaining_bytes < 0:
                 raise self._too_long("more bytes than one message may have (gateway.max_message_mib)")
+            self._hold(len(text or b""))
             contexts.append(None if text is None else _parsed(text))
             await self._budget.pause_if_spent()
         return contexts
