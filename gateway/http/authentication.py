@@ -57,7 +57,11 @@ class HttpAuthentication:
             return
         on_caller = state.get(ON_CALLER, lambda _: None)
         on_caller(None)
-        state["caller"] = caller = await self._authenticator.caller_of(_authorizations(scope))
+        try:
+            state["caller"] = caller = await self._authenticator.caller_of(_authorizations(scope))
+        except RequestError:
+            on_caller(NO_CALLER)
+            raise
         on_caller(caller)
         self._authenticator.admit(caller, right_for(path))
 

@@ -10,7 +10,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from gateway.auth.callers import Caller
+from gateway.auth.callers import NO_CALLER, Caller
 from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.error_shapes import openai_error
 from gateway.http.paced_parser import PacedParser
@@ -28,7 +28,8 @@ error."""
 
 ON_CALLER = "on_caller"
 """Key in the state of each request's scope. Its value is a function. It is called with None before the request's caller
-is looked up, and with the caller before the request is served."""
+is looked up, and with the caller before the request is served; or with NO_CALLER if the caller is unknown, and the
+request is refused."""
 
 TOO_MANY = "TooManyConnections"
 NOT_HTTP = "NotHttp"
@@ -149,6 +150,9 @@ class BoundedH11(H11Protocol):
     def _begin_request(self, caller: Caller | None) -> None:
         if caller is None:
             self._places.hold(self)
+            return
+        if caller is NO_CALLER:  # a stranger that reads no refusals must not keep its connection
+            self._places.end_request(self)
             return
         self._places.begin_request(self, caller.name, is_stranger=caller.is_stranger)
         if not caller.is_stranger:

@@ -143,6 +143,29 @@ async def test_over_http_a_request_whose_caller_is_being_looked_up_keeps_its_con
         assert (await answer).status_code == 200
 
 
+async def test_over_http_strangers_that_read_no_refusal_keep_no_caller_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.http.server.SEND_BUFFER_BYTES", 4096)
+    async with (
+        gateway_with(
+            folder, {}, {}, max_connections=2, api_keys=API_KEYS, credentials=AS_ADMIN
+        ) as under_test,
+        caller(under_test, ALICE) as alice,
+    ):
+        http_server, port = under_test.gateway._http, under_test.gateway.http_port
+        assert http_server is not None
+        with socket.socket() as first, socket.socket() as second:
+            for stranger in (first, second):
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                stranger.connect(("127.0.0.1", port))
+                stranger.sendall(HEALTH.replace(b"/health", b"/v1/models") * 500)
+            await under_test.until(
+                lambda: sum(each.flow.write_paused for each in http_server._server._connections) == 2
+            )
+            assert (await alice.get("/v1/models")).status_code == 200
+
+
 async def test_over_http_a_stranger_has_less_time_between_requests_than_a_caller(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
