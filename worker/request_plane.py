@@ -48,6 +48,10 @@ logger = logging.getLogger(__name__)
 OUTBOX_MESSAGES = 100_000
 """The most messages that wait for a gateway that does not read. If there are more, the gateway counts as lost."""
 
+MAX_MESSAGES_PER_TURN = 64
+"""The most messages that are read in one turn: a gateway that never stops sending must not delay outputs and
+heartbeats."""
+
 PROGRESS_TIMEOUT_S = 60.0
 """The longest time for one turn of the thread's loop. After that, the request plane counts as hung; the worker ends."""
 
@@ -193,7 +197,7 @@ class RequestServer:
             self._wakeup.clear()
             self._authenticator.attend(ready)
             self._send_outbox()
-            self._receive_all()
+            self._receive_some()
             if self._clock.now() >= next_beat or self._is_beat_due.is_set():
                 self._is_beat_due.clear()
                 self._beat()
@@ -213,8 +217,8 @@ class RequestServer:
         except Exception as last_error:  # the cause of the failure may affect this, too
             logger.debug("could not report the failure of the request plane: %s", last_error)
 
-    def _receive_all(self) -> None:
-        while True:
+    def _receive_some(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

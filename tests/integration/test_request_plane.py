@@ -106,6 +106,31 @@ def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
     assert engine.received.get(timeout=60) == ("abort_client", gateway.client_id)
 
 
+def test_c42_a_gateway_that_never_stops_sending_delays_no_heartbeats() -> None:
+    """Whatever the worker reads of it is followed by as much."""
+    message, is_over = AbortRequests(("r",), 1), threading.Event()
+
+    class BusyEngine(RecordingEngine):
+        def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
+            if not is_over.is_set():
+                busy.send(message)
+
+    with (
+        running_server(BusyEngine()) as server,
+        gateway_of(server, b"\x01busy") as busy,
+        gateway_of(server) as gateway,
+    ):
+        busy.send(HELLO)
+        busy.receive()
+        for _ in range(500):
+            busy.send(message)
+        gateway.send(replace(HELLO, gateway="other"))
+        try:
+            assert [gateway.receive() for _ in range(4)] == [Heartbeat(STATUS, 2, 0)] * 4
+        finally:
+            is_over.set()
+
+
 class LeapingClock(SystemClock):
     """As a process that stood still finds it."""
 
