@@ -14,6 +14,10 @@ from scheduler import RequestStatus
 from worker.core import EngineCore
 from worker.role import Role
 
+MAX_TIMEOUT_S = 1e9
+"""The longest time until a deadline, some 30 years. For a much longer time, or for one that is no number, the engine
+cannot wait."""
+
 
 class ClientRequests:
     """Adds the clients' requests to the core, and ends them.
@@ -42,6 +46,8 @@ class ClientRequests:
         """Adds a request. Raises a RequestError if the role or the core refuses the request."""
         if request.request_id in self._clients:
             raise InvalidRequest("request_id", f"{request.request_id} is in use")
+        if request.timeout_s is not None and not request.timeout_s <= MAX_TIMEOUT_S:
+            raise InvalidRequest("timeout_s", f"must be at most {MAX_TIMEOUT_S:g}, got {request.timeout_s}")
         role.admit(request, self._core.scheduler.request_counts())
         self._core.add_request(request, client_id)
         self._clients[request.request_id] = client_id

@@ -136,6 +136,8 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest, client_id: str) -> None:
         """Queues a request; raises InvalidRequest if this engine could never run it."""
+        if not request.prompt_token_ids:
+            raise InvalidRequest("prompt", "must not be empty")
         self._check_vocabulary("prompt", request.prompt_token_ids)
         self._check_vocabulary("output_token_ids", request.output_token_ids)
         self.scheduler.add_request(

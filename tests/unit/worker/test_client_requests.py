@@ -1,5 +1,9 @@
 """The requests of each client, without a thread: whose they are, how they end, and their deadlines."""
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from baton.clock import VirtualClock
@@ -23,6 +27,25 @@ def test_an_id_in_use_is_refused_whichever_client_asks() -> None:
     with pytest.raises(InvalidRequest, match="r is in use"):
         requests.admit("b", make_engine_request("r"), ROLE)
     assert (requests.of_client("a"), requests.of_client("b")) == (("r",), ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_token_ids": ()}, "prompt"),
+        ({"timeout_s": math.nan}, "timeout_s"),
+        ({"timeout_s": math.inf}, "timeout_s"),
+        ({"timeout_s": 1e10}, "timeout_s"),
+    ],
+)
+def test_what_only_a_faulty_gateway_sends_is_refused(fields: dict[str, Any], field: str) -> None:
+    """Such a request would end the engine's loop, and with it the requests of every gateway."""
+    requests = ClientRequests(make_core(), VirtualClock())
+    with pytest.raises(InvalidRequest, match=field):
+        requests.admit("a", replace(make_engine_request("r"), **fields), ROLE)
+    assert not requests.request_ids
+    assert requests.next_deadline() is None
+    requests.admit("a", make_engine_request("r", timeout_s=1e8), ROLE)
 
 
 def test_a_refusal_for_an_id_in_use_does_not_end_the_hand_over_of_the_request_that_uses_it() -> None:
