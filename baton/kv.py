@@ -17,6 +17,10 @@ LATENT_LAYOUT = "LTD"
 MAX_NAME_CHARS = 512
 """Limit for every name and description, so that a message can quote a few of them."""
 
+MAX_RANKS, MAX_BLOCK_SIZE = 2**10, 2**20
+"""The most ranks of a worker, and the most tokens of a block. With far larger numbers, a peer's bytes could not even be
+counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerRef:
@@ -33,11 +37,11 @@ class WorkerRef:
     """Tokens in one KV block."""
 
     def __post_init__(self) -> None:
-        if not self.kv_addresses or self.block_size < 1:
-            num_ranks = len(self.kv_addresses)
+        num_ranks = len(self.kv_addresses)
+        if not (1 <= num_ranks <= MAX_RANKS and 1 <= self.block_size <= MAX_BLOCK_SIZE):
             raise WireError(
-                f"invalid worker: {num_ranks} ranks and blocks of {self.block_size} tokens; "
-                "both must be at least 1"
+                f"invalid worker: {num_ranks} ranks and blocks of {self.block_size} tokens; allowed are 1 to "
+                f"{MAX_RANKS} ranks, and 1 to {MAX_BLOCK_SIZE} tokens"
             )
         check_names(self.name, self.incarnation, *self.kv_addresses)
 

@@ -42,7 +42,10 @@ RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
 NUM_REFUSALS = 2
 """A peer counts as gone once this many attempts to connect to it have failed since it last sent something."""
 
-UNDELIVERABLE = {zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.EINVAL, zmq.EPROTONOSUPPORT, errno.EMFILE}
+UNDELIVERABLE = {
+    *(zmq.EAGAIN, zmq.EHOSTUNREACH, errno.EMFILE),
+    *(zmq.EINVAL, zmq.EPROTONOSUPPORT, zmq.ENOCOMPATPROTO, errno.ENAMETOOLONG),
+}
 """Errors which mean that a message cannot be delivered: the queue is full, the peer is gone, the peer's address (which
 came from another process) is invalid, or no socket is left."""
 

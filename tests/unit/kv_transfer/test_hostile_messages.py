@@ -221,6 +221,8 @@ def test_an_idle_pool_is_closed_at_its_deadline_and_not_a_rounding_error_later()
         ((), 16, "i"),
         (("tcp://d",), 0, "i"),
         (("tcp://d",), -16, "i"),
+        (("tcp://d",), 2**63, "i"),
+        (("tcp://d",) * 2000, 16, "i"),
         (("tcp://d",), 16, LONG),
         ((LONG,), 16, "i"),
     ],
@@ -233,7 +235,9 @@ def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
         WorkerRef("d0", incarnation, addresses, block_size)
 
 
-@pytest.mark.parametrize("address", ["garbage", "tcp://nohost:", "foo://x"])
+@pytest.mark.parametrize(
+    "address", ["garbage", "tcp://nohost:", "foo://x", "udp://127.0.0.1:5", f"ipc://{LONG}"]
+)
 def test_a_message_to_an_address_that_is_none_is_dropped(address: str) -> None:
     channel = ZmqChannel("127.0.0.1", BLOCK_NBYTES, None, SystemClock(), max_queued_bytes=BLOCK_NBYTES)
     try:
