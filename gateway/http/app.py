@@ -21,6 +21,7 @@ from gateway.http.host_check import OwnNames
 from gateway.http.json_route import JsonRoute
 from gateway.http.request_ids import RequestIds
 from gateway.http.request_limits import OneLength, RequestLimits
+from gateway.http.small_writes import SmallWrites
 
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/]*)(?P<path>/.*)?", re.DOTALL | re.IGNORECASE)
 
@@ -63,6 +64,7 @@ def make_app(
         app.add_middleware(OwnNames, own_names)
     app.add_middleware(OneLength)
     app.add_middleware(RequestIds)
+    app.add_middleware(SmallWrites)
     app.add_middleware(AbsoluteTargets)  # the last one added is the outermost
     return app
 

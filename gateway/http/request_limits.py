@@ -23,7 +23,8 @@ largest size. A caller may have a thousand connections: without this limit, its 
 other limit applies."""
 HOLD = "hold"
 """Key in the state of each request's scope. Its value is a function that counts further bytes as if they were a part of
-the request's body, such as those of the stored responses that the request continues. Raises HTTPException with 429."""
+the request's body, such as those of stored responses that the request continues or reads. Raises HTTPException with
+429."""
 
 
 class RequestLimits:
@@ -38,8 +39,8 @@ class RequestLimits:
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
         self._too_many = (
             f"your requests that are not being answered yet may have bodies of at most {MAX_BODIES * max_bytes} bytes "
-            f"together ({MAX_BODIES} x gateway.max_message_mib), with the stored responses that they continue; send "
-            "fewer at once"
+            f"together ({MAX_BODIES} x gateway.max_message_mib), with the stored responses that they continue or read; "
+            "send fewer at once"
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +129,13 @@ async def test_small_requests_that_continue_a_long_response_are_bounded_together
 
     config: dict[str, Any] = {"api_keys": API_KEYS, "credentials": AS_ADMIN, "max_message_mib": 1}
     alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
-    body = {"model": "tiny", "truncation": "auto", "input": [{"role": "user", "content": "x" * 900_000}]}
+    turns = [{"role": "user", "content": "x" * 900_000}, {"role": "user", "content": "x"}]
     async with (
         gateway_with(folder, {}, {"d0": SAYS}, **config) as under_test,
         under_test.http(headers=alice) as client,
     ):
         first = await client.post(
-            "/v1/responses", json=body | {"input": body["input"] + [{"role": "user", "content": "x"}]}
+            "/v1/responses", json={"model": "tiny", "truncation": "auto", "input": turns}
         )
         more = {"model": "tiny", "input": "x", "previous_response_id": first.json()["id"]}
         monkeypatch.setattr(TokenizerPool, "encode_chat", encode_chat)
@@ -141,7 +143,7 @@ async def test_small_requests_that_continue_a_long_response_are_bounded_together
         calls = [asyncio.create_task(client.post(paths[n % 2], json=more)) for n in range(MAX_BODIES + 8)]
         (refused, *_), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert (refused.result().status_code, refused.result().headers["retry-after"]) == (429, "1")
-        assert "with the stored responses that they continue" in refused.result().text
+        assert "with the stored responses that they continue or read" in refused.result().text
         async with under_test.http(headers=bob) as other:
             assert (await other.post("/tokenize", json={"prompt": "hi"})).status_code == 200
         goes_on.set()
@@ -150,6 +152,32 @@ async def test_small_requests_that_continue_a_long_response_are_bounded_together
         assert statuses.count(400) + statuses.count(429) == len(calls)
         again = await client.post("/v1/responses", json=more | {"truncation": "auto"})
         assert again.status_code == 200, "there is room again"
+
+
+async def test_long_answers_about_stored_responses_that_are_not_read_are_bounded_together(
+    folder: Path,
+) -> None:
+    turns = [{"role": "user", "content": "x" * 900_000}, {"role": "user", "content": "x"}]
+    async with gateway_with(folder, {}, {"d0": SAYS}, max_message_mib=1) as under_test:
+        made = await post(under_test, {"input": turns, "truncation": "auto"})
+        path = f"/v1/responses/{made.json()['id']}/input_items"
+        statuses = []
+        with ExitStack() as stack:
+            for _ in range(MAX_BODIES + 8):
+                slow = stack.enter_context(socket.socket())
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.settimeout(60.0)
+                slow.connect(("127.0.0.1", under_test.gateway.http_port))
+                slow.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+                statuses.append((await asyncio.to_thread(slow.recv, 12))[-3:])
+        assert 30 < statuses.count(b"200") < MAX_BODIES + 8
+        assert statuses.count(b"200") + statuses.count(b"429") == len(statuses)
+        async with under_test.http() as client, asyncio.timeout(60):
+            while (again := await client.get(path, params={"order": "asc"})).status_code == 429:
+                await asyncio.sleep(0.01)  # until the gateway has noticed that the slow clients are gone
+        assert [item["content"][0]["text"] for item in again.json()["data"]] == [
+            turn["content"] for turn in turns
+        ]
 
 
 async def test_paths_with_anything_in_them_are_unknown(folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from http.client import HTTPResponse
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from gateway.auth.callers import ANYBODY
 from gateway.choices import PORTION_TOKENS
 from gateway.grpc.generated import vllm_engine_pb2 as vllm_pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
+from gateway.http.small_writes import WRITE_BYTES
 from gateway.requests.request import Delta, GatewayRequest
 from gateway.text import TextStream, Tokenizer
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, silent
@@ -136,3 +139,26 @@ async def test_an_aborted_request_that_its_client_does_not_read_ends_at_its_work
         assert await w0.next_abort() == request.request_id
         with pytest.raises(RequestAborted, match="request slow was aborted"):
             await anext(deltas)
+
+
+async def test_c58_a_large_body_that_is_not_read_is_held_in_part(folder: Path) -> None:
+    """The file needs no key, so any number of clients may ask for it."""
+    path = "/docs/swagger-ui-bundle.js"
+    async with gateway_with(folder, {}, {}) as under_test:
+        async with under_test.http() as client:
+            whole = (await client.get(path)).content
+        assert len(whole) > 4 * WRITE_BYTES
+        assert under_test.gateway._http is not None
+        http_server = under_test.gateway._http._server
+        await under_test.until(lambda: not http_server._connections)
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(60.0)
+            slow.connect(("127.0.0.1", under_test.gateway.http_port))
+            slow.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+            await under_test.until(lambda: any(each.flow.write_paused for each in http_server._connections))
+            (connection,) = http_server._connections
+            assert connection.transport.get_write_buffer_size() <= WRITE_BYTES
+            with HTTPResponse(slow) as response:
+                await asyncio.to_thread(response.begin)
+                assert await asyncio.to_thread(response.read) == whole

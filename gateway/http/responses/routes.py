@@ -4,6 +4,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from gateway.auth.callers import Caller
 from gateway.http.call import HttpCall, TimeoutMs
 from gateway.http.description import ERRORS, event_stream, json_text
 from gateway.http.json_route import JsonRoute
+from gateway.http.request_limits import HOLD
 from gateway.http.responses.answers import (
     DeletedResponse,
     InputTokensAnswer,
@@ -155,7 +157,7 @@ def responses_routes(
         if stream or starting_after is not None:
             field = "stream" if stream else "starting_after"
             raise InvalidRequest(field, "a stored response is not streamed again; remove it")
-        return _json(await stored.get(request.state.caller, response_id))
+        return _json(request, await stored.get(request.state.caller, response_id))
 
     @routes.delete(PATH + "/{response_id}", summary="Forget a response", responses=ERRORS)
     async def delete(response_id: str, request: Request) -> DeletedResponse:
@@ -163,10 +165,13 @@ def responses_routes(
 
     @routes.post(PATH + "/{response_id}/cancel", summary="End a running response", **answer)
     async def cancel(response_id: str, request: Request) -> Response:
-        return _json(await stored.cancel(request.state.caller, response_id))
+        return _json(request, await stored.cancel(request.state.caller, response_id))
 
     @routes.get(
-        PATH + "/{response_id}/input_items", summary="The input items of a response", responses=ERRORS
+        PATH + "/{response_id}/input_items",
+        summary="The input items of a response",
+        response_model=ItemList,
+        responses=ERRORS,
     )
     async def input_items(
         response_id: str,
@@ -174,13 +179,16 @@ def responses_routes(
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20,
         order: Literal["asc", "desc"] = "desc",
-    ) -> ItemList:
-        return await stored.input_items(request.state.caller, response_id, after, limit, order)
+    ) -> Response:
+        listed = await stored.input_items(request.state.caller, response_id, after, limit, order)
+        return _json(request, to_json(listed))
 
     return routes
 
 
-def _json(body: bytes) -> Response:
+def _json(request: Request, body: bytes) -> Response:
+    """The response with this body, which counts as a part of the request's body until the client has read it."""
+    request.scope["state"][HOLD](len(body))
     return Response(body, media_type="application/json")
 
 
