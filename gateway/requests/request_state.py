@@ -233,12 +233,14 @@ class RequestState:
         return Delta(text=self.request.text.flush(), finish=self.finish)
 
     def _contradicts(self, output: RequestOutput) -> bool:
-        """Whether the output has another token at a position that the client already has.
+        """Whether the output has another token at a position that the client already has, or an impossible position.
 
         This happens when another worker recomputes a prompt with slightly different rounding. Such an output
-        does not continue the client's answer.
+        does not continue the client's answer. Only a faulty worker sends an impossible position.
         """
         first = output.first_position
+        if first < 0:
+            return True
         if first >= len(self._delivered):
             return False
         known = self._delivered[first : first + len(output.token_ids)]

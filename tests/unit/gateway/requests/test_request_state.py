@@ -95,6 +95,15 @@ def test_each_token_counts_once_when_the_client_gets_it() -> None:
     )
 
 
+def test_c51_an_output_from_before_the_answer_fails_the_attempt() -> None:
+    """Only a faulty worker sends it. Its token 0 differs from the client's, so its token 1 must not follow."""
+    state = make_state()
+    assert [delta.token_ids for delta in collect(state, whole_story()[:1])] == [(TOKENS[0],)]
+    failure = state.on_output("d0", output(-1, TOKENS[0], TOKENS[2], TOKENS[3]), 12.0)
+    assert isinstance(failure, AttemptFailure)
+    assert state.output_token_ids == (TOKENS[0],)
+
+
 def test_token_0_does_not_wait_for_the_hand_over() -> None:
     state = make_state()
     deltas = collect(state, whole_story()[:2])
