@@ -161,10 +161,13 @@ class DrainingNodes:
             )
         if len(here) == len(alive):
             raise FleetError(f"node {node} is the fleet's only node; end the fleet instead")
-        still_draining = [known.name for known in alive if known.name in self.names]
+        # Also nodes that are gone, as long as Ray lists them: their command may be repeated.
+        still_draining = [known.name for known in listed if known.name in self.names]
         names = [known.name for known in here]
         self._mark(dict.fromkeys([*still_draining, *names]))
-        return self.names if any(known.is_head for known in here) else tuple(names)
+        if any(known.is_head for known in here):
+            return tuple(known.name for known in alive if known.name in self.names)
+        return tuple(names)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
         """Returns once these nodes have no workers.

@@ -273,6 +273,22 @@ async def test_a_command_that_is_sent_again_ends_though_the_node_and_the_control
             await heir.controller.drain_node("n1", 10.0)
 
 
+@pytest.mark.parametrize("node", ["n1", "10.0.0.1"])
+async def test_a_command_that_is_sent_again_ends_though_its_node_has_died_and_another_one_drains(
+    node: str,
+) -> None:
+    launcher = two_nodes()
+    launcher.addresses["n3"] = "10.0.0.3"
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        await tested.controller.drain_node(node, 10.0)
+        await all_serve_on(tested, "n2")
+        launcher.lost.add("n1")
+        await tested.controller.drain_node("n2", 10.0)
+        await tested.controller.drain_node(node, 10.0)
+        await all_serve_on(tested, "n3")
+
+
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_the_next_controller_continues_the_drain(has_begun: bool) -> None:
     launcher, store = two_nodes(), InMemoryStore()
