@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig
@@ -32,11 +31,15 @@ from cluster.on_ray.calls import as_actor
 from cluster.on_ray.carrier import CONTROLLER_CODEC, CONTROLLER_NAME, RayCarrier, controller_actor
 from cluster.on_ray.incarnations import fleet_of, remove_incarnations
 from cluster.on_ray.launcher import RayLauncher
+from cluster.on_ray.placement import HEAD
 from cluster.on_ray.session import check_token
 from cluster.on_ray.store import RayStore
 from engine.loading.commit import with_commit
 
 logger = logging.getLogger(__name__)
+
+_SOME = 0.001
+"""So little of a resource that all fleets of a cluster get it."""
 
 
 class ControllerActor:
@@ -127,7 +130,7 @@ def begin_fleet(config: BatonConfig, digest: str, model_path: Path) -> OwnedCont
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=-1,
-        scheduling_strategy=_near_head(),
+        resources=_of_head(),
     )
     try:
         begun = OwnedController(actor.remote(for_actors(config), digest, model_path), config)
@@ -212,9 +215,10 @@ def _in_use(name: str, owner: str) -> str:
     )
 
 
-def _near_head() -> NodeAffinitySchedulingStrategy | None:
-    """A strategy that prefers the head node, whose loss ends the cluster anyway. None without a head node."""
-    for node in ray.nodes():
-        if node["Alive"] and "node:__internal_head__" in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-    return None
+def _of_head() -> dict[str, float]:
+    """A resource that only the head node has, whose loss ends the cluster anyway. Nothing without a head node.
+
+    Ray would ignore a node affinity that is soft: it places an actor without resources on any node.
+    """
+    has_head = any(node["Alive"] and HEAD in node["Resources"] for node in ray.nodes())
+    return {HEAD: _SOME} if has_head else {}

@@ -30,12 +30,9 @@ from cluster.on_ray.incarnations import (
     parse_title,
     titles_with_room,
 )
-from cluster.on_ray.placement import NodeRoom, bundle_of, choose_node, labels_of, num_machines
+from cluster.on_ray.placement import HEAD, NodeRoom, bundle_of, choose_node, labels_of, num_machines
 
 logger = logging.getLogger(__name__)
-
-_HEAD = "node:__internal_head__"
-"""The resource by which Ray marks the head node."""
 
 _NODE_ID = "ray.io/node-id"
 """A label that Ray gives each node."""
@@ -165,7 +162,7 @@ class RayLauncher:
         return [
             NodeRoom(
                 node_id=node["NodeID"],
-                is_head=_HEAD in node["Resources"],
+                is_head=HEAD in node["Resources"],
                 free=free.get(node["NodeID"], {}),
                 labels=node["Labels"],
                 num_workers=num_workers[node["NodeID"]],
@@ -183,7 +180,7 @@ class RayLauncher:
             name=name,
             address=node["NodeManagerAddress"],
             is_alive=node["Alive"],
-            is_head=_HEAD in resources,
+            is_head=HEAD in resources,
             is_draining=name in self._avoided,
             resources=tuple(
                 (name, amount)

@@ -13,6 +13,9 @@ from cluster.controller.cpu_shares import most_workers
 
 Bundle = dict[str, float]
 
+HEAD = "node:__internal_head__"
+"""The resource by which Ray marks the head node."""
+
 _SLACK = 1e-6  # 3 * 0.1 is a little more than 0.3
 
 

@@ -20,6 +20,7 @@ from cluster.on_ray import controller as module
 from cluster.on_ray import fleet as fleet_module
 from cluster.on_ray.controller import _differences, begin_fleet, find_fleet
 from cluster.on_ray.fleet import RayFleet
+from cluster.on_ray.placement import HEAD
 from tests.factories.control_api import MODEL_PATH, StandingFleet, packed
 from tests.factories.ray_store import FakeRayStore
 from tests.factories.security import SECRET
@@ -276,13 +277,26 @@ def test_the_controllers_actor_gets_no_password_of_the_gateway(monkeypatch: pyte
             arguments.extend(given)
 
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Actor())
-    monkeypatch.setattr(module, "_near_head", lambda: None)
+    monkeypatch.setattr(module, "_of_head", dict)
     begun = Found(BatonConfig())
     monkeypatch.setattr(module, "OwnedController", lambda *_: begun)
     gateway = {"response_store": "redis://:password@redis:6379", "max_in_flight": 9}
     begin_fleet(BatonConfig.from_mapping({"gateway": gateway}), "digest", MODEL_PATH)
     assert arguments == [BatonConfig.from_mapping({"gateway": {"max_in_flight": 9}}), "digest", MODEL_PATH]
     assert begun.done == ["claim"]
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_the_controller_runs_on_the_head(monkeypatch: pytest.MonkeyPatch, has_head: bool) -> None:
+    """The loss of any other node does not end it."""
+    head = {"Alive": has_head, "Resources": {HEAD: 1.0}}
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 8.0}}, head])
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(module, "as_actor", lambda _kind, **given: options.update(given) or Mock())
+    monkeypatch.setattr(module, "OwnedController", lambda *_: Found(BatonConfig()))
+    begin_fleet(BatonConfig(), "digest", MODEL_PATH)
+    assert options["resources"] == ({HEAD: 0.001} if has_head else {})
+    assert "scheduling_strategy" not in options
 
 
 @pytest.mark.parametrize(
@@ -300,7 +314,7 @@ def test_a_new_fleet_that_nobody_can_own_ends(
     begun = Found(BatonConfig())
     monkeypatch.setattr(begun, "claim", Mock(side_effect=problem))
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Mock())
-    monkeypatch.setattr(module, "_near_head", lambda: None)
+    monkeypatch.setattr(module, "_of_head", dict)
     monkeypatch.setattr(module, "OwnedController", lambda *_: begun)
     with pytest.raises(ClusterError, match=message):
         begin_fleet(BatonConfig(), "digest", MODEL_PATH)
