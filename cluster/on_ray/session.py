@@ -35,11 +35,6 @@ _OBJECT_STORE_BYTES = 100 * 2**20
 """Size of a private Ray's object store. Baton puts almost nothing into it, and Ray refuses less than 75 MiB."""
 
 _SYSTEM_CONFIG: dict[str, int | bool] = {
-    # With these values, a lost node is noticed after a few seconds; with Ray's own, after 16 s.
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 4,
     # Otherwise, `ray.init` ignores Ctrl-C until a Python process per CPU has started.
     "prestart_worker_first_driver": False,
     # The raylet connects to a socket that one of its threads opens at that moment. By default, the raylet

@@ -29,6 +29,7 @@ from cluster.on_ray.session import (
     _root_cause,
     _short_folder,
     _shut_down_after,
+    _start,
     check_token,
     connect,
     lost_process,
@@ -327,3 +328,11 @@ def test_workers_import_nothing_from_the_current_folder() -> None:
     job = ray.init.call_args.kwargs["job_config"]
     job._py_driver_sys_path.extend([os.getcwd()])
     assert list(job._get_proto_job_config().py_driver_sys_path) == []
+
+
+def test_a_private_ray_does_not_give_up_its_only_node_early(tmp_path: Path) -> None:
+    """Ray's own limits let a raylet stand still for a minute. `lost_process` notices a raylet that has ended."""
+    ray = Mock(spec=["init"])
+    _start(ray, tmp_path, ClusterConfig(), 1, "cpu")
+    settings = ray.init.call_args.kwargs["_system_config"]
+    assert [name for name in settings if name.startswith("health_check")] == []
