@@ -9,9 +9,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
@@ -37,7 +36,13 @@ from cli.flags import (
     for_one_fleet,
     overrides_from,
 )
-from cli.output import Output, OutputError, discard_output, replace_closed_streams, replace_unencodable
+from cli.output import (
+    OutputError,
+    checked_output,
+    discard_output,
+    replace_closed_streams,
+    replace_unencodable,
+)
 
 if TYPE_CHECKING:
     from cli.target import Target
@@ -72,31 +77,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (wrong := _invalid_utf_8(sys.argv[1:] if arguments is None else arguments)) is not None:
         print(f"baton: an argument is not valid UTF-8: {wrong!a}", file=sys.stderr)
         return USAGE
-    options = build_parser().parse_args(arguments)
-    # gRPC reads this variable at its first use. Without it, gRPC logs a line for each TLS handshake that
-    # fails.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    command = "baton"
     try:
-        with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
+        with checked_output():
+            options = build_parser().parse_args(arguments)
+            command = f"baton {options.command}"
+            # gRPC reads this variable at its first use. Without it, gRPC logs a line for each TLS handshake that
+            # fails.
+            os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
             code = _COMMANDS.get(options.command, _at_gateway)(options)
-            sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         discard_output()
         return READER_LEFT
     except OutputError as error:
         discard_output()
-        return _fail(options, error, UNWRITABLE)
+        return _fail(command, error, UNWRITABLE)
     except ConfigError as error:
-        return _fail(options, error, USAGE)
+        return _fail(command, error, USAGE)
     except BatonError as error:
-        return _fail(options, error, REFUSED)
+        return _fail(command, error, REFUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ImportError as error:
         if (foreign := _foreign_package(error.name or "")) is None:
             raise
         return _fail(
-            options,
+            command,
             f"{foreign} is imported in place of Baton's own; remove its folder from PYTHONPATH",
             REFUSED,
         )
@@ -124,9 +130,9 @@ def _invalid_utf_8(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _fail(options: argparse.Namespace, error: object, code: int) -> int:
+def _fail(command: str, error: object, code: int) -> int:
     # In one piece, since other processes may write to stderr, too.
-    sys.stderr.write(f"baton {options.command}: {error}\n")
+    sys.stderr.write(f"{command}: {error}\n")
     return code
 
 
@@ -353,7 +359,7 @@ def _at_gateway(options: argparse.Namespace) -> int:
         if error.code == "UNAVAILABLE" and not error.details.reason:  # no gateway made this error
             advice += advice_on_proxy(options.target, os.environ)
         for line in (error, *advice):
-            _fail(options, line, REFUSED)
+            _fail(f"baton {options.command}", line, REFUSED)
         return REFUSED
 
 

@@ -4,8 +4,8 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import IO, Any, cast
 
 
 class OutputError(Exception):
@@ -29,6 +29,18 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextmanager
+def checked_output() -> Iterator[None]:
+    """Writes to stdout in the body, and at its end or exit, raise OutputError and BrokenPipeError."""
+    with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
+        try:
+            yield
+        except SystemExit:  # after `--help` and `--version`
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
 
 
 class LossyOutput(Output):

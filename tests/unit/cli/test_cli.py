@@ -146,13 +146,13 @@ def test_a_reader_that_has_left_is_no_error(arguments: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", PRINTS)
+@pytest.mark.parametrize("arguments", [*PRINTS, "--version", "serve --help"])
 def test_an_output_that_cannot_be_written_is_one_line(arguments: str, tmp_path: Path) -> None:
     done = run_with_stdout(arguments, ">/dev/full", tmp_path)
-    command = arguments.split()[0]
+    command = "baton" if "--" in arguments.removesuffix(" --json") else f"baton {arguments.split()[0]}"
     assert (done.returncode, done.stderr) == (
         UNWRITABLE,
-        f"baton {command}: cannot write to stdout: No space left on device\n",
+        f"{command}: cannot write to stdout: No space left on device\n",
     )
 
 
