@@ -51,8 +51,8 @@ async def child_processes(config: BatonConfig, model_path: Path) -> AsyncIterato
             *[asyncio.to_thread(worker.wait_until_ready) for worker in workers.values()]
         )
         gateway = make_gateway(config, keys, model_path, await loading)
-        await gateway.start()
         try:
+            await gateway.start()
             for endpoint in endpoints:
                 gateway.workers.add_worker(endpoint)
             await asyncio.gather(*[gateway.workers.wait_for_worker(name) for name in workers])

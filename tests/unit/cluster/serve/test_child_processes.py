@@ -1,7 +1,8 @@
-"""Workers as child processes: what they get of this machine."""
+"""Workers as child processes: what they get of this machine, and what remains if their gateway does not start."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -32,3 +33,24 @@ async def test_only_workers_on_cpus_share_its_cores(
             pass
     (share,) = started.value.args
     assert isinstance(share, CpuShare) is is_shared
+
+
+class NoPort(Exception):
+    """Why a gateway does not start."""
+
+
+async def test_a_gateway_that_does_not_start_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its first port may be open already."""
+    worker = Mock(wait_until_ready=lambda: None, stop=lambda: 0)
+    gateway = Mock(start=AsyncMock(side_effect=NoPort), stop=AsyncMock())
+    monkeypatch.setattr(module, "WorkerProcess", lambda *_, **__: worker)
+    monkeypatch.setattr(module, "Tokenizer", lambda _: None)
+    monkeypatch.setattr(module, "make_gateway", lambda *_: gateway)
+    model = make_model_dir(tmp_path / "tiny")
+    config = BatonConfig.from_mapping({"model": {"path": str(model), "dtype": "float32"}})
+    with pytest.raises(NoPort):
+        async with module.child_processes(config, model):
+            pass
+    gateway.stop.assert_awaited_once()
