@@ -49,6 +49,11 @@ class Executor:
         if self._others is not None:
             self._others.serve()
 
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether the worker failed because the process of another rank ended after `start`."""
+        return self._others is not None and self._others.has_lost_rank
+
     def stop(self) -> None:
         """Closes the connector, started or not, and ends the processes of other ranks."""
         self.device_engine.connector.shutdown()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from baton.clock import Clock, SystemClock
 from baton.config import BatonConfig, SchedulerConfig
-from baton.errors import FleetError, ModelError
+from baton.errors import ClusterError, FleetError, ModelError
 from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys, PlaneKeys
@@ -204,6 +204,8 @@ class EngineHost:
         parts.executor.start()
         parts.watch.start()
         if (fault := parts.core.check_device()) is not None:
+            if parts.executor.has_lost_rank:  # the next try may succeed
+                raise ClusterError(f"{fault} before it served")
             raise ModelError(
                 f"{self._model_path}: a step with one known token failed: {fault}; the model's weights or "
                 "this device may be damaged"

@@ -52,6 +52,10 @@ _SILENCE_MARGIN_S = 2.0
 """A rank may be silent for this much longer than a step may take, since it reports nothing during a step."""
 
 
+class RankEnded(RuntimeError):
+    """The process of a rank has ended by itself, for example for lack of memory."""
+
+
 class RankLink:
     """One rank's process, and its latest reports."""
 
@@ -189,6 +193,11 @@ class RankGroup:
         if self._failure is not None:
             raise RuntimeError(str(self._failure)) from self._failure
 
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether the worker failed because a rank's process ended after `serve`."""
+        return isinstance(self._failure, RankEnded)
+
     def explain(self, step: int, error: Exception) -> str:
         """Why rank 0 failed to compute a step; another rank may be the reason. Ends all ranks."""
         self._wait_for_failure()
@@ -276,7 +285,7 @@ class RankGroup:
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(how))
             case None if not self._stopping.is_set() and self._failure is None:
                 how = link.how_it_ended()
-                self._fail(RuntimeError(how) if self._is_serving else ClusterError(f"{how} before it served"))
+                self._fail(RankEnded(how) if self._is_serving else ClusterError(f"{how} before it served"))
 
     def _fail(self, failure: Exception) -> None:
         """Ends all ranks; may be called from any thread.

@@ -90,6 +90,11 @@ class RankProcesses:
         self._group.wait_until_ready(self._start_timeout_s)
         self._group.serve()
 
+    @property
+    def has_lost_rank(self) -> bool:
+        """Whether the worker failed because a rank's process ended after `serve`."""
+        return self._group.has_lost_rank
+
     def stop(self) -> None:
         """Ends the processes in any state. Rank 0 must not compute any more."""
         self._group.begin_stop()
