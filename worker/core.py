@@ -250,7 +250,7 @@ class EngineCore:
             step.preempted |= plan.preempted_req_ids
         if not self._under_way:
             self._connector.start_load_kv(plan.kv_connector_metadata)
-        self._under_way.append(StepUnderWay(plan, self._clock.now()))
+        self._under_way.append(StepUnderWay(plan, self.progress.now()))
         self._pipeline.submit(plan)
 
     def _complete_oldest(self) -> ClientOutputs:
@@ -302,7 +302,9 @@ class EngineCore:
     def _measure(self, step: StepUnderWay) -> None:
         num_tokens, num_requests = step.plan.total_num_scheduled_tokens, len(step.plan.num_scheduled_tokens)
         num_prompt_tokens = self._prompt_tokens.count(step.plan)
-        time_s = self._meter.step_done(num_prompt_tokens, num_requests, step.submitted_at, self._clock.now())
+        time_s = self._meter.step_done(
+            num_prompt_tokens, num_requests, step.submitted_at, self.progress.now()
+        )
         if num_tokens:
             self.steps.done(num_prompt_tokens, num_tokens - num_prompt_tokens, time_s)
 

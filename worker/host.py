@@ -27,7 +27,8 @@ from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
 from baton.system.curve import ClusterKeys, PlaneKeys
 from baton.system.progress import Progress
-from baton.system.progress_watch import ProgressWatch
+from baton.system.progress_watch import PACE_S, ProgressWatch
+from baton.system.running_clock import RunningClock
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeRole
 from engine.build import DeviceEngine, OnProgress, build_device_engine
@@ -165,7 +166,9 @@ class EngineHost:
         """Makes all parts of the worker: request plane > loop > core > scheduler, pipeline, connector, grammars."""
         model, config = executor.device_engine.model, executor.scheduler_config
         engine, clock = self._config.engine, self._clock
-        steps = Progress("its engine", clock, engine.progress_timeout_s, LEAST_STEP_LIMIT_S[engine.device])
+        running = RunningClock(clock, PACE_S)
+        least_s = LEAST_STEP_LIMIT_S[engine.device]
+        steps = Progress("its engine", running, engine.progress_timeout_s, least_s)
         grammars = GrammarCompiler(
             self._model_path, model.vocab_size, model.eos_token_ids, commands.wake, clock
         )
@@ -193,7 +196,7 @@ class EngineHost:
         lease_s = self._config.kv_transfer.lease_s
         loop = EngineLoop(core, self._roles[self._role], server, clock, lease_s, commands)
         watched = steps, grammars.progress, server.progress, executor.device_engine.connector.progress
-        watch = ProgressWatch(watched, clock, server.beat)
+        watch = ProgressWatch(watched, clock, server.beat, on_look=running.look)
         return _Parts(executor, core, loop, server, watch, metrics)
 
     def _make_pipeline(self, executor: Executor, grammars: GrammarCompiler) -> Pipeline:

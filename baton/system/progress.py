@@ -50,6 +50,10 @@ class Progress:
         self._recent = self._before = _Extremes()
         self._num_recent = 0
 
+    def now(self) -> float:
+        """The present time on the clock that measures pieces of work."""
+        return self._clock.now()
+
     def begin(self, size: int = 0) -> None:
         """Begins a piece of work, and ends the piece before it.
 

@@ -20,7 +20,8 @@ EXIT_HUNG = 70
 """The exit code of a hung process. Other workers exit with 0 or 1 (worker/process.py), unless a signal ends them."""
 
 _LOOK_EVERY_S = 0.5
-_PACE_S = 2.0
+PACE_S = 2.0
+"""If the watch looks later than after this time, the process stood still meanwhile."""
 LONG_STANDSTILL_S = 1.0
 """A standstill of this length is logged: streams stalled meanwhile, and nothing else shows it."""
 LAST_WORDS_S = 0.5
@@ -42,9 +43,13 @@ class ProgressWatch:
         on_hang: Callable[[], None],
         end: Callable[[], None] = end_process,
         last_words_s: float = LAST_WORDS_S,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_hang` is called once, on the watch's thread, and must not block; `end` follows `last_words_s` later."""
-        self._observer = ProgressObserver(observed, _PACE_S)
+        """`on_hang` is called once, on the watch's thread, and must not block; `end` follows `last_words_s` later.
+        `on_look` is called at each look, on the same thread.
+        """
+        self._observer = ProgressObserver(observed, PACE_S)
+        self._on_look = on_look
         self._clock = clock
         self._on_hang = on_hang
         self._end = end
@@ -71,6 +76,7 @@ class ProgressWatch:
                     "this process stood still for %.1f s: it was suspended, or got no CPU time", late_s
                 )
             looked_at = now
+            self._on_look()
             if (hang := self._observer.look(now)) is not None:
                 self._report(hang)
                 return

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
+from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.errors import ClusterError, ConfigError
 from baton.kv import TransferRole
@@ -190,3 +191,32 @@ def test_a_host_writes_its_steps_into_the_trace_folder(folder: Path, tmp_path: P
     host.stop()
     trace = read_trace(tmp_path / "traces" / f"d0-{endpoint.ref.incarnation}.jsonl")
     assert (trace.header.worker, trace.header.num_blocks, trace.end) == ("d0", 19, TraceEnd.CLOSED)
+
+
+class JumpingClock(SystemClock):
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
+
+
+def test_time_in_which_a_worker_stood_still_is_not_the_time_of_a_step(folder: Path) -> None:
+    config = BatonConfig.from_mapping({"model": {"dtype": "float32"}, "scheduler": {"num_blocks": 20}})
+    host = EngineHost(config, KEYS, folder, WorkerRole.DECODE, "d0")
+    host._clock = clock = JumpingClock()
+    host.start()
+    progress = host._parts.core.progress
+    before_s, looked = progress.now(), threading.Event()
+    clock.ahead_s = 1_000_000.0
+    assert progress.now() - before_s < 500_000.0
+    on_look = host._parts.watch._on_look
+
+    def note_look() -> None:
+        on_look()
+        looked.set()
+
+    host._parts.watch._on_look = note_look
+    assert looked.wait(60.0)
+    assert progress.now() - before_s < 500_000.0
+    host.stop()
