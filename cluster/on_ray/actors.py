@@ -53,7 +53,7 @@ class Introduce(ControlRequest[Introduction]):
 
 @dataclass(frozen=True, slots=True)
 class StartWorker(ControlRequest[WorkerEndpoint]):
-    """Loads the model and binds the ports."""
+    """Loads the model and binds the ports. A repeated call gets the result of the first, unless that failed."""
 
     share: CpuShare | None
     """The worker's CPU share; None on a GPU."""
@@ -92,6 +92,7 @@ class WorkerActor:
         self._arguments = (model_path, role, name)
         self._progress = Latest[StartProgress]()
         self._log_download = paced(logger.info)
+        self._starting = threading.Lock()
         self._endpoint: WorkerEndpoint | None = None
 
     def call(self, frame: bytes) -> bytes:
@@ -103,7 +104,8 @@ class WorkerActor:
             case Introduce():
                 return self._introduce()
             case StartWorker():
-                return self._start(request.share)
+                with self._starting:
+                    return self._endpoint or self._start(request.share)
             case WaitProgress():
                 return LatestProgress(self._progress.take_newest())
             case StopWorker():

@@ -19,6 +19,10 @@ from baton.errors import BatonError, ClusterError
 T = TypeVar("T")
 
 
+class Unreachable(ClusterError):
+    """The actor cannot be reached, perhaps only for a moment. It may carry out the call."""
+
+
 def as_actor(kind: type, **options: Any) -> Any:
     """The class as a detached actor. `.remote(...)` creates the actor, which outlives its creator."""
     return ray.remote(kind).options(lifetime="detached", **options)
@@ -36,8 +40,8 @@ _ENDS = (
 async def answer(reference: Awaitable[T], who: str | None) -> T:
     """The result of a call. Raises the call's BatonError, or a ClusterError for any other failure.
 
-    The end of the actor is also a failure. The message of the ClusterError is one line, which begins with
-    `who`. `who` None: the caller adds the name.
+    The end of the actor is also a failure, and so is a broken connection to it (Unreachable). The message of the
+    ClusterError is one line, which begins with `who`. `who` None: the caller adds the name.
     """
     try:
         return await reference
@@ -48,7 +52,8 @@ async def answer(reference: Awaitable[T], who: str | None) -> T:
         raise ClusterError(f"{who} failed: {failure}" if who else failure) from None
     except RayError as error:
         reason = why_gone(error)
-        raise ClusterError(f"{who} is gone: {reason}" if who else reason) from None
+        kind = Unreachable if isinstance(error, ActorUnavailableError) else ClusterError
+        raise kind(f"{who} is gone: {reason}" if who else reason) from None
 
 
 async def kill_process(pid: int, node_id: str) -> None:

@@ -29,7 +29,7 @@ from cluster.on_ray.actors import (
     StopWorker,
     WaitProgress,
 )
-from cluster.on_ray.calls import answer, kill_process
+from cluster.on_ray.calls import Unreachable, answer, kill_process
 
 R = TypeVar("R")
 
@@ -153,8 +153,17 @@ class RayIncarnation:
             on_progress(progress)
 
     async def _exchange(self, request: ControlRequest[R]) -> R:
+        """The actor's answer. Repeats the call once if the actor cannot be reached: a broken connection, which Ray
+        restores, must not end a worker. All calls but StopWorker may be repeated.
+        """
         frame = write_call(ACTOR_CODEC.frame(0, 0.0, request))
-        return ACTOR_CODEC.value_in(read_reply(await answer(self._actor.call.remote(frame), None)), request)
+        try:
+            reply = await answer(self._actor.call.remote(frame), None)
+        except Unreachable:
+            if isinstance(request, StopWorker):
+                raise
+            reply = await answer(self._actor.call.remote(frame), None)
+        return ACTOR_CODEC.value_in(read_reply(reply), request)
 
 
 def node_name(host: str, node_id: str) -> str:

@@ -2,7 +2,9 @@
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +14,7 @@ from baton.system.curve import derive_keys
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import StartProgress, WorkerRole
 from cluster.control_api.configuration import keys_digest
-from cluster.on_ray.actors import Latest, WorkerActor, keys_of_node, on_node
+from cluster.on_ray.actors import Latest, StartWorker, WorkerActor, keys_of_node, on_node
 from tests.factories.security import OTHER_SECRET, SECRET
 
 
@@ -84,3 +86,25 @@ def test_a_download_is_progress_and_a_line_of_the_log(
         actor._report_download("downloading acme/tiny: 1 of 4 GB", 0.25)
     assert actor._progress.take_newest() == StartProgress("downloading acme/tiny: 1 of 4 GB", 250, 1000)
     assert caplog.messages == ["downloading acme/tiny: 1 of 4 GB"]
+
+
+def test_a_repeated_start_waits_for_the_first_and_has_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.on_ray.actors.write_logs", lambda *_, **__: None)
+    actor = WorkerActor(BatonConfig(), "", tmp_path, WorkerRole.DECODE, "w0")
+    endpoint, may_load, num_loads = Mock(), threading.Event(), 0
+
+    def load(_share: None) -> Mock:
+        nonlocal num_loads
+        num_loads += 1
+        may_load.wait(60)
+        actor._endpoint = endpoint
+        return endpoint
+
+    monkeypatch.setattr(actor, "_start", load)
+    with ThreadPoolExecutor(2) as threads:
+        starts = [threads.submit(actor._answer, StartWorker(None)) for _ in range(2)]
+        may_load.set()
+        assert [start.result(60) for start in starts] == [endpoint, endpoint]
+    assert num_loads == 1

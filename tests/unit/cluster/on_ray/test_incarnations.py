@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
+from baton.errors import ClusterError
+from baton.messages.control import Drain, Drained, WaitStatus
+from baton.messages.control_codec import read_call
 from cluster.on_ray import incarnations as module
+from cluster.on_ray.actors import ACTOR_CODEC, StopWorker
 from cluster.on_ray.incarnations import RayIncarnation, Title, parse_title, remove_incarnations
 
 
@@ -88,3 +93,45 @@ async def test_a_worker_whose_end_is_not_waited_for_gives_its_room_back(
         await stopping
     assert fake.left == set()
     assert incarnation.is_over
+
+
+class Unsteady:
+    """A worker's actor, which cannot be reached for the first calls."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+        self.requests: list[Any] = []
+        self.call = self
+
+    async def remote(self, frame: bytes) -> bytes:
+        call = read_call(frame)
+        request = ACTOR_CODEC.request_in(call)
+        self.requests.append(request)
+        if len(self.requests) <= self.num_failures:
+            raise ActorUnavailableError("RpcError: the connection broke", None)
+        return ACTOR_CODEC.answer(call.number, request, Drained(True))
+
+
+async def test_a_connection_that_breaks_ends_no_worker() -> None:
+    actor = Unsteady(1)
+    incarnation = RayIncarnation(Title("w0", 1, "0a"), actor, "n0")
+    assert await incarnation.call(Drain(5.0)) == Drained(True)
+    assert actor.requests == [Drain(5.0), Drain(5.0)]
+
+
+async def test_a_worker_that_cannot_be_reached_again_is_lost() -> None:
+    actor = Unsteady(2)
+    incarnation = RayIncarnation(Title("w0", 1, "0a"), actor, "n0")
+    with pytest.raises(ClusterError, match=r"^its process or its node cannot be reached$"):
+        await incarnation.call(WaitStatus(1.0))
+    assert len(actor.requests) == 2
+
+
+async def test_the_end_of_a_worker_is_not_asked_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeRay(monkeypatch)
+    actor = Unsteady(1)
+    incarnation = RayIncarnation(Title("w0", 1, "0a"), actor, "n0")
+    incarnation._has_started = True
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    await incarnation.stop(5.0)
+    assert actor.requests == [StopWorker()]
