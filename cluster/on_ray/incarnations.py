@@ -96,6 +96,11 @@ class RayIncarnation:
         self._hangs = False
         """The actor did not answer in time, so it may not react to `ray.kill` either."""
 
+    @property
+    def failed_to_start(self) -> bool:
+        """Whether its process has ended before the worker served."""
+        return self.is_over and self._pid is not None and not self._has_started
+
     async def introduce(self) -> Introduction:
         """Waits until the actor has room and a process; returns where the process runs."""
         introduction = await self._exchange(Introduce())

@@ -52,14 +52,18 @@ class RayLauncher:
         self._incarnations: list[RayIncarnation] = []
         """The incarnations of all workers. A worker may have two of them, if the next one starts while the present one
         serves."""
+        self._failed_on: dict[str, str | None] = {}
+        """Where the last incarnation of a worker failed to start, by worker name: the ids of nodes."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()
-        target = choose_node(bundle_of(self._config, role), labels_of(self._config, role), rooms)
+        self._forget_ended()
+        bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
+        target = choose_node(bundle, labels, rooms, self._failed_on.get(name))
         avoided = [room.node_id for room in rooms if room.is_draining]
         title = Title(name, number, self._fleet)
         incarnation = RayIncarnation(title, self._create_actor(title, role, target, avoided), target)
-        self._incarnations = [*self._alive, incarnation]
+        self._incarnations.append(incarnation)
         try:
             introduction = await incarnation.introduce()
             if self._config.engine.device == "cpu":
@@ -128,6 +132,15 @@ class RayLauncher:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         )
         return worker.remote(self._config, self._digest, self._model_path, role, title.worker)
+
+    def _forget_ended(self) -> None:
+        """Keeps of ended incarnations only where they failed to start."""
+        for each in self._incarnations:
+            if each.failed_to_start:
+                self._failed_on[each.name] = each.node_id
+            elif each.is_over:
+                self._failed_on.pop(each.name, None)
+        self._incarnations = self._alive
 
     def _is_ours(self, title: Title | None) -> TypeGuard[Title]:
         return title is not None and title.fleet == self._fleet

@@ -62,8 +62,12 @@ def labels_text(config: BatonConfig) -> str:
     return text
 
 
-def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom]) -> str | None:
+def choose_node(
+    bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom], failed_on: str | None = None
+) -> str | None:
     """The preferred node: the one with the fewest workers of the fleet, and the head only if no other node has room.
+
+    `failed_on`: the node where the worker failed to start last. Other nodes but the head are preferred to it.
 
     None leaves the choice to Ray: no node has room at present, or some labels are conditions, which only Ray
     understands.
@@ -73,7 +77,7 @@ def choose_node(bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeR
         for room in rooms
         if not room.is_draining and _holds(room.free, bundle) and _has(room.labels, labels)
     ]
-    fitting.sort(key=lambda room: (room.is_head, room.num_workers, room.node_id))
+    fitting.sort(key=lambda room: (room.is_head, room.node_id == failed_on, room.num_workers, room.node_id))
     return fitting[0].node_id if fitting else None
 
 

@@ -100,6 +100,24 @@ async def test_a_worker_that_serves_keeps_its_cores_though_its_next_incarnation_
     assert (await launcher.place("w1", D, 1)).share == CpuShare(2, (2, 3))
 
 
+async def test_a_worker_that_failed_to_start_on_a_node_is_tried_on_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, launcher = Nodes(monkeypatch, 9.0, num_cores=4), make_launcher(prefill=1, decode=3)
+    nodes.hosts, targets = {"n0": "a", "n1": "b"}, list[str | None]()
+    room = {"n0": {"CPU": 9.0}, "n1": {"CPU": 9.0}}
+    monkeypatch.setattr(module, "available_resources_per_node", lambda: room)
+    monkeypatch.setattr(launcher, "_create_actor", lambda _t, _r, target, _a: targets.append(target))
+    nodes.goes_to = "n1@b"
+    await launcher.place("w0", P, 1)
+    for number, goes_to, serves in ((1, "n0@a", False), (2, "n1@b", True), (3, "n0@a", True)):
+        nodes.goes_to = goes_to
+        incarnation = await launcher.place("w1", D, number)
+        incarnation._has_started = serves
+        await incarnation.stop(0.0)
+    assert targets == ["n0", "n0", "n1", "n0"], "n1 has more workers"
+
+
 async def test_a_worker_that_ray_places_on_a_node_that_drains_by_then_has_not_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
