@@ -48,6 +48,9 @@ STOP_TIMEOUT_S = 10.0
 EXPLANATION_TIMEOUT_S = 1.0
 """If another rank's failure made rank 0's step fail, that rank's report or end arrives within this time."""
 
+_OTHER_END_S = 0.5
+"""If the end of another rank's process made a rank's step fail, that process closes its connection within this time."""
+
 _SILENCE_MARGIN_S = 2.0
 """A rank may be silent for this much longer than a step may take, since it reports nothing during a step."""
 
@@ -70,6 +73,10 @@ class RankLink:
         self.rank = setup.rank
         self.loaded: Loaded | None = None
         self.is_ready = False
+        self.has_failed = False
+        """Whether the rank has reported a failed step, after which it ends."""
+        self.is_lost = False
+        """Whether the process has ended, or soon ends, without such a report."""
         self.report = Report({}, ())
         self.outputs: queue.SimpleQueue[KVConnectorOutput] = queue.SimpleQueue()
         self._on_message = on_message
@@ -262,6 +269,10 @@ class RankGroup:
 
     def _handle(self, link: RankLink, message: FromRank | None) -> None:
         """Handles a message of a rank; runs on the link's thread."""
+        if message is None:
+            with self._changed:
+                link.is_lost = not link.has_failed
+                self._changed.notify_all()
         match message:
             case KVOutput(output):
                 link.outputs.put(output)
@@ -279,13 +290,24 @@ class RankGroup:
             case StartFailed(kind, error):
                 self._fail(_start_error(link.rank, kind, error))
             case StepFailed(step, error):
-                self._fail(RuntimeError(f"rank {link.rank} failed to compute step {step}: {error}"))
+                link.has_failed = True
+                if not self._is_other_lost(link):
+                    self._fail(RuntimeError(f"rank {link.rank} failed to compute step {step}: {error}"))
             case RankFailed(error):
                 how = f"rank {link.rank} failed: {error}"
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(how))
-            case None if not self._stopping.is_set() and self._failure is None:
+            case None if link.is_lost and not self._stopping.is_set() and self._failure is None:
                 how = link.how_it_ended()
                 self._fail(RankEnded(how) if self._is_serving else ClusterError(f"{how} before it served"))
+
+    def _is_other_lost(self, link: RankLink) -> bool:
+        """Whether another rank is lost. Then the step of this rank failed for that reason, and the other link's thread
+        reports it."""
+        others = [other for other in self._links if other is not link]
+        if not others:
+            return False
+        with self._changed:
+            return self._changed.wait_for(lambda: any(other.is_lost for other in others), _OTHER_END_S)
 
     def _fail(self, failure: Exception) -> None:
         """Ends all ranks; may be called from any thread.

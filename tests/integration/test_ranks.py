@@ -22,10 +22,9 @@ from baton.errors import BatonError, ClusterError, ModelError
 from baton.step import KVConnectorOutput
 from baton.system.progress import Progress
 from baton.system.progress_watch import ProgressWatch
-from baton.worker import WorkerRole
 from engine.ranks.exit_codes import EXIT_ALONE
-from engine.ranks.group import STOP_TIMEOUT_S
-from engine.ranks.messages import Loaded
+from engine.ranks.group import STOP_TIMEOUT_S, RankGroup, RankLink
+from engine.ranks.messages import FromRank, Loaded, StepFailed
 from engine.ranks.processes import RankProcesses
 from kv_transfer import KVConnectorMetadata
 from kv_transfer.commands import AbortLoad, LoadBlocks, SendBlocks, WithdrawBlocks
@@ -42,10 +41,6 @@ from tests.factories.fake_rank import (
     make_plan,
 )
 from tests.factories.fork_server import RANK_0
-from tests.factories.models import make_model_dir
-from tests.factories.security import KEYS
-from worker.core import EngineCore
-from worker.host import EngineHost
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
@@ -130,12 +125,12 @@ def running(folder: Path, num_ranks: int = 2, **config: Any) -> Iterator[Running
             ranks.pipeline.close()
 
 
-def rank_pids(parent: int, module: str = FAKE_RANK) -> list[int]:
+def rank_pids(parent: int) -> list[int]:
     children = psutil.Process(parent).children()
     return [
         child.pid
         for child in children
-        if child.status() != psutil.STATUS_ZOMBIE and module in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE and FAKE_RANK in child.cmdline()
     ]
 
 
@@ -197,6 +192,31 @@ def test_a_rank_that_ends_in_a_step_is_named_with_its_exit_code(tmp_path: Path) 
         assert str(error) == f"rank 1 (pid {pid}) ended with exit code 7"
         assert ranks.others.has_lost_rank
         assert ranks.fails() == str(error)
+
+
+def test_a_rank_that_ends_in_a_step_is_named_though_others_report_their_failed_step_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process ends only after its connections have closed."""
+    handle, how_it_ended, has_reported = RankGroup._handle, RankLink.how_it_ended, threading.Event()
+
+    def note_reports(group: RankGroup, link: RankLink, message: FromRank | None) -> None:
+        handle(group, link, message)
+        if isinstance(message, StepFailed):
+            has_reported.set()
+
+    def ends_late(link: RankLink) -> str:
+        assert has_reported.wait(60.0)
+        return how_it_ended(link)
+
+    monkeypatch.setattr(RankGroup, "_handle", note_reports)
+    monkeypatch.setattr(RankLink, "how_it_ended", ends_late)
+    with running(tmp_path, num_ranks=3) as ranks:
+        pid = rank_pids(os.getpid())[1]
+        ranks.pipeline.submit(make_plan(1, "die-2"))
+        error = ranks.pipeline.take_result().error
+        assert str(error) == f"rank 2 (pid {pid}) ended with exit code 7"
+        assert ranks.others.has_lost_rank
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -366,22 +386,3 @@ def test_a_rank_that_is_still_importing_ignores_the_terminal_and_ends_with_rank_
 
 if __name__ == "__main__":
     serve_rank_0(Path(sys.argv[1]), sys.argv[2])
-
-
-def test_a_rank_that_is_killed_in_the_check_of_the_device_is_no_fault_of_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A ModelError would end the first start of a fleet at once."""
-    check_device = EngineCore.check_device
-
-    def check_without_rank_1(core: EngineCore) -> str | None:
-        (pid,) = rank_pids(os.getpid(), "engine.ranks.entry")
-        os.kill(pid, signal.SIGKILL)
-        return check_device(core)
-
-    monkeypatch.setattr(EngineCore, "check_device", check_without_rank_1)
-    sections = {"engine": {"tensor_parallel": 2, "num_threads": 1}, "scheduler": {"num_blocks": 20}}
-    config = BatonConfig.from_mapping({"model": {"dtype": "float32", "load_format": "dummy"}, **sections})
-    host = EngineHost(config, KEYS, make_model_dir(tmp_path / "tiny"), WorkerRole.DECODE, "d0")
-    with pytest.raises(ClusterError, match=r"^rank 1 \(pid \d+\) was killed by SIGKILL before it served$"):
-        host.start()
