@@ -16,7 +16,7 @@ from gateway.conversation.messages import Tool
 _SHAPING = frozenset(
     {
         *("patternProperties", "unevaluatedProperties", "propertyNames", "minProperties", "maxProperties"),
-        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "const", "enum"),
         *("dependentRequired", "dependentSchemas"),
     }
 )

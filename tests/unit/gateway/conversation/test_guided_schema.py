@@ -233,7 +233,15 @@ def test_a_schema_may_refer_to_itself_where_a_value_can_end(schema: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "schema", [{"anyOf": [{}]}, {"minProperties": 1}, {"properties": []}, {"required": {}}]
+    "schema",
+    [
+        {"anyOf": [{}]},
+        {"minProperties": 1},
+        {"properties": []},
+        {"required": {}},
+        {"const": {"a": 1}},
+        {"enum": [{"a": 1}]},
+    ],
 )
 def test_only_lists_of_properties_are_written_one_by_one(schema: dict[str, Any]) -> None:
     tool = Tool("act", None, {"type": "object", **schema})
