@@ -74,6 +74,7 @@ _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 _CHANGED = ("format", "uniqueItems", "properties", *LOWER_BOUNDS, *UPPER_BOUNDS)
 """Only schemas that have one of these keywords may need a change for a grammar."""
+_TYPES = ["null", "boolean", "number", "string", "array", "object"]
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords with JSON values, which are no schemas even if they look like some."""
 
@@ -242,8 +243,8 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
             guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = _bound(key, value)
-    if "type" in guided and _is_whole(guided.get("multipleOf")):
-        guided["type"] = _with_integers(guided["type"])
+    if _is_whole(guided.get("multipleOf")):
+        guided["type"] = _with_integers(guided.get("type", _TYPES))
     has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
     if closes and has_all:
         guided["additionalProperties"] = False

@@ -1,6 +1,7 @@
 """GLM's calls in both notations, and its turns, which begin with a newline in one of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,9 +213,19 @@ def test_reasoning_and_results_are_given_to_the_template() -> None:
 
 @both
 @pytest.mark.parametrize("family", NOTATIONS)
-@pytest.mark.parametrize("kinds", ["number", ["number", "null", "integer"]])
-def test_a_number_without_a_fraction_ends_before_the_tag(family: str, guide: Guide, kinds: object) -> None:
-    days = {"type": kinds, "multipleOf": 1, "minimum": 0, "maximum": 10}
+@pytest.mark.parametrize(
+    "days",
+    [
+        {"type": "number", "multipleOf": 1, "minimum": 0, "maximum": 10},
+        {"type": ["number", "null", "integer"], "multipleOf": 1, "minimum": 0, "maximum": 10},
+        {"multipleOf": 1, "maximum": 10},
+        {"allOf": [{"type": "number", "maximum": 10}, {"multipleOf": 1}]},
+    ],
+    ids=["a number", "one of several types", "any type", "in allOf"],
+)
+def test_a_number_without_a_fraction_ends_before_the_tag(
+    family: str, guide: Guide, days: dict[str, Any]
+) -> None:
     tool = Tool("search", None, {"type": "object", "properties": {"query": days}, "required": ["query"]})
     grammar = format_of(family, guide.vocabulary).grammar(replace(REQUIRED, tools=(tool,)), "", None)
     assert grammar is not None
