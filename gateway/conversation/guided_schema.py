@@ -1,6 +1,7 @@
 """Converts JSON schemas for grammars: closes objects, drops keywords without effect, and fixes the spacing of calls."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,6 +55,8 @@ MAX_BOUND = 2**63 - 2048
 """The compiler of grammars refuses many larger bounds of numbers, for example the minimum of 64-bit integers."""
 LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
+LEAST_STEP = 1e-40
+"""The step from 0 to the next number. A grammar has no room for many more digits."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
@@ -243,6 +246,7 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
             guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = _bound(key, value)
+    _move_edges(guided)
     if _is_whole(guided.get("multipleOf")):
         guided["type"] = _with_integers(guided.get("type", _TYPES))
     has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
@@ -271,6 +275,23 @@ def _bound(key: str, value: Any) -> Any:
     if isinstance(value, int | float) and key in UPPER_BOUNDS:
         return min(value, MAX_BOUND)
     return value
+
+
+def _move_edges(schema: dict[str, Any]) -> None:
+    """Moves an exclusive bound that is an integer a little, if the other bound is less than 1 away. Otherwise the
+    library's grammar allows the bound itself: it writes 0 for 0 < x < 0.5. The library reads a number of many digits
+    inexactly, so the step is larger than that to the next float."""
+    for bound, others, sign in ((LOWER_BOUNDS[1], UPPER_BOUNDS, 1), (UPPER_BOUNDS[1], LOWER_BOUNDS, -1)):
+        edge, ends = schema.get(bound), [schema[key] * sign for key in others if _is_number(schema.get(key))]
+        if not ends or not _is_number(edge) or edge % 1 or not 0 <= edge * sign < min(ends) < edge * sign + 1:
+            continue
+        moved = edge + sign * (4 * math.ulp(edge) if edge else LEAST_STEP)
+        if moved * sign < min(ends):
+            schema[bound] = moved
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_idle(key: str, value: Any) -> bool:

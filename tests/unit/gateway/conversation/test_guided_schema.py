@@ -355,3 +355,34 @@ def test_bounds_of_large_types_compile(schema: dict[str, Any]) -> None:
 def test_bounds_that_a_grammar_holds_or_that_nothing_matches_stay(schema: dict[str, Any]) -> None:
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     assert checked_response_format(answer) == answer
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ("0.5", "0.1", "0.000001"), ("0", "0.0", "0.51")),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ("1.1", "1.49"), ("1", "1.0", "1.5")),
+        ({"exclusiveMinimum": 100, "maximum": 100.5}, ("100.1",), ("100", "100.0")),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ("-0.5", "-0.01"), ("0", "-0", "-0.51")),
+        ({"minimum": -1.5, "exclusiveMaximum": -1.0}, ("-1.5", "-1.01"), ("-1", "-1.0", "-1.51")),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ("1", "0.1"), ("0", "1.1")),
+        ({"exclusiveMinimum": 0, "maximum": 1e-50}, (), ("1",)),
+        ({"exclusiveMinimum": 0.25, "maximum": 0.5}, ("0.26",), ("0.25",)),
+    ],
+    ids=str,
+)
+def test_a_number_is_never_its_exclusive_bound(
+    bounds: dict[str, Any], inside: tuple[str, ...], outside: tuple[str, ...]
+) -> None:
+    guide, source = GUIDES["markers are text"], json.dumps({"type": "number", **bounds})
+    checked = checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, source))
+    grammar = StructuredOutput(GrammarKind.LARK, f"%llguidance {{}}\nstart: %json {checked.source}\n")
+    assert [number for number in (*inside, *outside) if guide.accepts(grammar, number)] == list(inside)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"exclusiveMinimum": True, "maximum": 1.5}, {"exclusiveMinimum": 10**400, "maximum": 0.5}]
+)
+def test_bounds_that_are_no_numbers_or_that_nothing_matches_are_the_compilers(schema: dict[str, Any]) -> None:
+    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert checked_response_format(answer) == answer
