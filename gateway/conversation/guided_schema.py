@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
-from gateway.conversation.endless_schema import check_ends
+from gateway.conversation.endless_schema import check_ends, resolved
 from gateway.conversation.messages import Tool
 
 MAX_NESTED = 100
@@ -303,9 +303,12 @@ def _is_idle(key: str, value: Any) -> bool:
 
 def _check_integers(field: str, whose: str, schema: Any) -> None:
     """Raises InvalidRequest if `const` or `enum` lists an integer in place of which the model would have to write
-    another one."""
-    parts = [schema]
+    another one. Parts under unknown keywords count if a reference leads to them."""
+    parts, seen = [schema], set[int]()
     for part in parts:  # the body appends to the list
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
         if isinstance(part, list):
             parts += part
         if not isinstance(part, Mapping):
@@ -317,6 +320,8 @@ def _check_integers(field: str, whose: str, schema: Any) -> None:
                 parts += value.values()
             elif key in (*_CONDITIONS, *_TUPLES, *_SCHEMAS, *_ALTERNATIVES):
                 parts.append(value)
+            elif key == REFERENCE:
+                parts.append(resolved(schema, value))
 
 
 def _check_listed(field: str, where: str, listed: Any) -> None:

@@ -322,6 +322,17 @@ def test_an_integer_that_a_grammar_would_change_is_refused(part: dict[str, Any])
         guided(schema)
 
 
+def test_a_reference_to_an_unknown_keyword_hides_no_integer() -> None:
+    schema: dict[str, Any] = {
+        "properties": {"a": {"$ref": "#/components/id"}},
+        "components": {"id": {"anyOf": [{"$ref": "#"}, {"const": 2**60 + 1}]}},
+    }
+    with pytest.raises(InvalidRequest, match=r"'const' lists the integer 1152921504606846977, "):
+        guided(schema)
+    schema["components"]["id"]["anyOf"][1] = {"const": 2**60}
+    guided(schema)
+
+
 def test_integers_that_a_grammar_holds_may_be_listed() -> None:
     listed = {"enum": [2**53, -(2**62), "1234567890123456789", 1e21, 10**19, -(10**20), 10**22]}
     schema = {"type": "object", "properties": {"const": listed}, "required": ["const"]}
