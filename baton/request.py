@@ -36,8 +36,8 @@ class ErrorKind(Enum):
     KV_LOAD_FAILED = "kv_load_failed"
     """The prompt did not arrive from the prefill worker; this worker is healthy."""
     GIVEN_BACK = "given_back"
-    """This worker drains, changes its role or lacks blocks, or its device or an earlier step failed. The request is not
-    to blame. It continues on another worker, or here once there is room."""
+    """This worker drains, changes its role or lacks blocks, its device or an earlier step failed, or its compiled
+    grammar is at a limit. The request is not to blame. It continues on another worker, or here once there is room."""
 
 
 class OnPreemption(Enum):

@@ -123,6 +123,8 @@ class ModelRunnerOutput:
     prompt_logprobs: Mapping[str, ChunkLogprobs] = field(default_factory=dict)
     """For requests that ask for prompt logprobs: the prompt logprobs of each token whose predecessor is in this
     step."""
+    worn: Mapping[str, str] = field(default_factory=dict)
+    """Requests that only a newly compiled grammar can continue, and why: their compiled grammar is at a limit."""
 
 
 @dataclass(frozen=True, slots=True)

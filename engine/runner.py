@@ -137,6 +137,8 @@ class LaunchedStep:
         self.prompt_logprobs: tuple[PendingChunkLogprobs, ...] = ()
         self._failed: dict[str, str] = {}
         """Requests whose grammar stopped matching in this step."""
+        self._worn: dict[str, str] = {}
+        """Requests whose compiled grammar reached a limit in this step."""
         self._end: Mark | None = None
         self._output: ModelRunnerOutput | None = None
 
@@ -178,10 +180,11 @@ class LaunchedStep:
         return self._output
 
     def match(self, request: RunnerRequest, token_id: int) -> None:
-        """Advances the request's matcher; if this fails, drops the matcher and marks the request failed."""
+        """Advances the request's matcher; if this fails, drops the matcher and marks the request failed or worn."""
         if request.matcher is not None and (error := request.matcher.consume(token_id)):
+            ended = self._worn if request.matcher.may_begin_anew else self._failed
+            ended[request.request_id] = error
             request.matcher = None
-            self._failed[request.request_id] = error
 
     def _wait_for_output(self) -> ModelRunnerOutput:
         if self._sampled is None:
@@ -200,7 +203,7 @@ class LaunchedStep:
         for request, index, token in self._verified(sampled):
             self._batch.set_token(request, index, token.token_id)
             request_id = request.request_id
-            if request_id in self._failed or request_id in non_finite:
+            if request_id in self._failed or request_id in self._worn or request_id in non_finite:
                 continue  # an earlier token contradicts the grammar or means nothing, so no token can follow
             if not token.is_finite:
                 non_finite.add(request_id)
@@ -208,6 +211,8 @@ class LaunchedStep:
                 logprobs.pop(request_id, None)
                 continue
             self.match(request, token.token_id)
+            if request_id in self._worn:
+                continue  # nothing says that the grammar allows this token
             token_ids.setdefault(request_id, []).append(token.token_id)
             if token.logprobs is not None:
                 logprobs.setdefault(request_id, []).append(token.logprobs)
@@ -224,6 +229,7 @@ class LaunchedStep:
             forced_token_ids=forced_now,
             unforeseeable=forced.keys() | drafts.keys(),
             prompt_logprobs=self._prompt_logprobs_by_request(),
+            worn=self._worn,
         )
 
     def _with_non_finite_prompts(self) -> set[str]:
@@ -282,11 +288,8 @@ class LaunchedStep:
         """
         if self._drafter is None:
             return
-        requests = [
-            request
-            for request, _ in self._sampling
-            if request.request_id in request_ids and request.request_id not in self._failed
-        ]
+        continuing = request_ids - self._failed.keys() - self._worn.keys()
+        requests = [request for request, _ in self._sampling if request.request_id in continuing]
         any_first_token = any(request.num_own_tokens == 1 for request in requests)
         # A step that was launched since may have removed a request.
         requests = [each for each in requests if each.request_id not in forced and each.row is not None]

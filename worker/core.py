@@ -268,6 +268,8 @@ class EngineCore:
             self._num_failed_steps = 0
         given_back = self._on_non_finite(result.output.non_finite)
         outputs = self.scheduler.update_from_output(step.plan, result.output)
+        if worn := result.output.worn:
+            outputs = _joined(outputs, self._give_back_worn(worn))
         if step.plan.scheduled_spec_decode_tokens:
             _note_drafts(step.plan.scheduled_spec_decode_tokens, result.output.sampled_token_ids, outputs)
         return self._traced(step.plan, result.output, _joined(given_back, outputs))
@@ -292,6 +294,11 @@ class EngineCore:
             return ClientOutputs()
         status, error = RequestStatus.FINISHED_GIVEN_BACK, "the device of this worker is at fault"
         return self.scheduler.finish_requests(request_ids, status, error)
+
+    def _give_back_worn(self, worn: Mapping[str, str]) -> ClientOutputs:
+        """Gives back requests whose compiled grammar is at a limit: the next worker compiles the grammar again."""
+        reason = next(iter(worn.values()))
+        return self.scheduler.finish_requests(worn, RequestStatus.FINISHED_GIVEN_BACK, reason)
 
     def _check_device_between_steps(self) -> str | None:
         """Computes a known token after the current steps. Returns why this failed; None if it succeeded."""

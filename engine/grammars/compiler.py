@@ -66,6 +66,15 @@ class Matcher:
         self._may_try_drafts = True
         """False once no token could follow a draft. Going back from there takes long, so no other draft is tried."""
         self._defect: str | None = None
+        self._num_at_first_mask: int | None = None
+        """Number of consumed tokens when the first mask was computed."""
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """After a token that was not consumed: whether a newly compiled grammar may continue the answer. This is so if
+        the compiled one is at a limit, and the answer has grown since the first mask: each beginning adds tokens."""
+        begun = self._num_at_first_mask
+        return self._compiled.has_failed and begun is not None and len(self._token_ids) - 1 > begun
 
     def consume(self, token_id: int) -> str | None:
         """Advances by one sampled token; returns why that is impossible, as "field: problem", or None."""
@@ -173,6 +182,8 @@ class Matcher:
                 mask = bytes(self._matcher.compute_bitmask())
                 self._compiled.add_mask_time(time.thread_time() - began)
                 if not self._matcher.is_error():
+                    if self._num_at_first_mask is None:
+                        self._num_at_first_mask = len(self._token_ids)
                     if self._matcher.compute_ff_bytes():
                         mask = self._without_special(mask)
                     if num_consumed:

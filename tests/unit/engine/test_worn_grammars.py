@@ -41,18 +41,39 @@ def error_of(matcher: Matcher, text: str) -> str | None:
     return None
 
 
-def test_a_grammar_at_a_limit_of_the_library_is_compiled_again_for_the_next_request(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_with_limit(library: GrammarLibrary, output: StructuredOutput) -> Compiled:
         grammar, limits = LLMatcher.grammar_from_regex(output.source), LLParserLimits(max_lexer_states=300)
         return Compiled(LLMatcher(library.load_tokenizer(), grammar, log_level=0, limits=limits), 0)
 
     monkeypatch.setattr(GrammarLibrary, "compile", compile_with_limit)
-    answers = ["xax" * 20, "xxa" * 20, "xaa" * 20, "axx" * 20]
-    errors = [error_of(matcher_of(compiler), answer) for answer in answers]
+
+
+ANSWERS = ["xax" * 20, "xxa" * 20, "xaa" * 20, "axx" * 20]
+
+
+@pytest.mark.usefixtures("few_states")
+def test_a_grammar_at_a_limit_of_the_library_is_compiled_again_for_the_next_request(
+    compiler: GrammarCompiler,
+) -> None:
+    errors = [error_of(matcher_of(compiler), answer) for answer in ANSWERS]
     assert any("too many states" in error for error in errors if error), "the limit is reached"
     assert error_of(matcher_of(compiler), "abcx") is None
+
+
+@pytest.mark.usefixtures("few_states")
+def test_an_answer_begins_anew_only_if_it_has_grown(compiler: GrammarCompiler) -> None:
+    """Otherwise it might begin anew for ever."""
+    matchers = [matcher_of(compiler) for _ in ANSWERS]
+    late, (running,) = matcher_of(compiler), matchers[-1:]
+    assert error_of(running, "a") is None
+    assert not running.may_begin_anew
+    for matcher, answer in zip(matchers, ANSWERS, strict=True):
+        error_of(matcher, answer)
+    assert running.may_begin_anew
+    assert "too many states" in (error_of(late, ANSWERS[-1]) or "")
+    assert not late.may_begin_anew
 
 
 def test_a_grammar_that_grows_counts_with_its_growth_and_is_then_compiled_again(
