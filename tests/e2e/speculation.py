@@ -24,7 +24,7 @@ from typing import Any
 
 from baton.config import BatonConfig
 from baton.request import EngineRequest
-from baton.sampling import SamplingParams
+from baton.sampling import GrammarKind, SamplingParams
 from tests.factories.fragile_cluster import FragileCluster, fragile_cluster
 from tests.factories.local_cluster import HANDING_OVER
 from tests.factories.models import WINDOWED, make_model_dir
@@ -226,7 +226,8 @@ def sampling_of(params: SamplingParams) -> dict[str, Any]:
     values = {each.name: getattr(params, each.name) for each in fields(SamplingParams)}
     said = {name: value for name, value in values.items() if value != getattr(usual, name)}
     if grammar := said.pop("structured_output", None):
-        said[grammar.kind.value] = grammar.source
+        name = "lark_grammar" if grammar.kind is GrammarKind.LARK else grammar.kind.value
+        said[name] = grammar.source
     return {**said, "max_tokens": params.max_tokens}
 
 

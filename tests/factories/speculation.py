@@ -34,7 +34,8 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 
 def object_of(*names: str) -> StructuredOutput:
-    """JSON objects with exactly these names, short values, and no spaces."""
+    """JSON objects with exactly these names, short values, and no spaces. Gateways refuse a JSON schema that says how
+    JSON is spaced, so this is a Lark grammar."""
     schema = {
         "type": "object",
         "properties": {name: {"enum": [True, 17, "no"]} for name in names},
@@ -42,7 +43,7 @@ def object_of(*names: str) -> StructuredOutput:
         "additionalProperties": False,
         "x-guidance": {"whitespace_flexible": False},
     }
-    return StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    return StructuredOutput(GrammarKind.LARK, f"%llguidance {{}}\nstart: %json {json.dumps(schema)}\n")
 
 
 LIST = StructuredOutput(
