@@ -19,7 +19,7 @@ from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import AnswerParser, Conversation, checked_response_format
+from gateway.conversation import AnswerParser, Conversation, checked_response_format, with_limited_spaces
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -181,7 +181,7 @@ class Preprocessor:
 
     def _checked(self, client_request: ClientRequest) -> SamplingParams:
         """Checks values for which the prompt's tokens are not needed. Returns the sampling parameters, with the
-        structured output as `checked_response_format` returns it."""
+        structured output as `checked_response_format` and `with_limited_spaces` return it."""
         for field, text in (
             ("cache_salt", client_request.cache_salt),
             ("affinity_key", client_request.affinity_key),
@@ -200,7 +200,9 @@ class Preprocessor:
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
         if response_format is None:
             return params
-        return replace(params, structured_output=checked_response_format(response_format))
+        return replace(
+            params, structured_output=with_limited_spaces(checked_response_format(response_format))
+        )
 
     def _completed(
         self, params: SamplingParams, client_request: ClientRequest, prompt_token_ids: tuple[int, ...]

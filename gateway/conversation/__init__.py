@@ -13,7 +13,7 @@ from gateway.conversation.events import (
     Text,
 )
 from gateway.conversation.formats.choice import FORMAT_NAMES, answer_format_of
-from gateway.conversation.guided_schema import checked_response_format
+from gateway.conversation.guided_schema import checked_response_format, with_limited_spaces
 from gateway.conversation.lark import Vocabulary
 from gateway.conversation.messages import (
     NO_ARGUMENTS,
@@ -60,5 +60,6 @@ __all__ = [
     "results_in_order",
     "stricter_forms",
     "with_descriptions",
+    "with_limited_spaces",
     "with_system_first",
 ]

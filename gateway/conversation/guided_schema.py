@@ -43,6 +43,10 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """The spacing of Python's `json.dumps` and of `tojson` in chat templates. With this spacing, a call has the same tokens
 in later prompts, so they are found in the prefix cache. A small model cannot write spaces without end."""
 
+ANSWER_SPACING = {"whitespace_pattern": r"[ \t]{1,128}|[ \t]{0,8}(\r?\n){1,2}[ \t]{0,128}"}
+"""The spaces and line ends that an answer in JSON may have in one place: enough for the lines of a deep object. Without
+a limit, a small model may write line ends until `max_tokens`."""
+
 ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
 DEFINITIONS = ("$defs", "definitions")
 REFERENCE = "$ref"
@@ -150,6 +154,24 @@ def spaced(source: str) -> str:
         return json.dumps(schema | {SPACING_KEY: SPACING}) if isinstance(schema, dict) else source
     except (ValueError, RecursionError):
         return source
+
+
+def with_limited_spaces(response_format: StructuredOutput) -> StructuredOutput:
+    """The response format, with ANSWER_SPACING if it is a JSON schema. A text that would become too long stays."""
+    try:
+        is_schema = response_format.kind is GrammarKind.JSON_SCHEMA and isinstance(
+            json.loads(response_format.source), dict
+        )
+    except (ValueError, RecursionError):
+        is_schema = False  # the compiler says what is wrong
+    if not is_schema:
+        return response_format
+    inside = response_format.source.rstrip()[:-1]
+    comma = "" if inside.strip() == "{" else ","
+    source = f'{inside}{comma}"{SPACING_KEY}":{json.dumps(ANSWER_SPACING)}}}'
+    return (
+        response_format if len(source) > MAX_GRAMMAR_CHARACTERS else replace(response_format, source=source)
+    )
 
 
 def checked_response_format(response_format: StructuredOutput) -> StructuredOutput:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from baton.request import FinishReason
 from baton.sampling import GrammarKind, SamplingParams, StructuredOutput
+from gateway.conversation import with_limited_spaces
 from gateway.http.openai.answers import ChatCompletionChunk
 from tests.factories.gateway import (
     answering,
@@ -228,7 +229,7 @@ async def test_answers_that_must_match_something(
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
         await raw_events(under_test, HELLO, **fields)
         request = await under_test.workers["d0"].next_request()
-        assert request.sampling_params.structured_output == output
+        assert request.sampling_params.structured_output == (output and with_limited_spaces(output))
 
 
 async def test_stop_strings_end_an_answer(folder: Path) -> None:

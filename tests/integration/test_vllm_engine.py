@@ -15,7 +15,8 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
-from baton.sampling import GrammarKind
+from baton.sampling import GrammarKind, StructuredOutput
+from gateway.conversation import with_limited_spaces
 from gateway.grpc.generated import common_pb2
 from gateway.grpc.generated import vllm_engine_pb2 as pb
 from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
@@ -132,8 +133,7 @@ async def test_constraints_reach_the_worker(folder: Path) -> None:
         for constraint, kind, source in CONSTRAINTS:
             await responses_to(stub, request_of(sampling={**constraint, "seed": -1}))
             params = (await under_test.workers["d0"].next_request()).sampling_params
-            assert params.structured_output is not None
-            assert (params.structured_output.kind, params.structured_output.source) == (kind, source)
+            assert params.structured_output == with_limited_spaces(StructuredOutput(kind, source))
             assert params.seed == 2**32 - 1
         await responses_to(stub, request_of(sampling={"json_object": False}))
         assert (await under_test.workers["d0"].next_request()).sampling_params.structured_output is None
