@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
@@ -28,12 +28,17 @@ from gateway.text import NO_TOKENS, TextStream, Tokenizer, TokenizerPool
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Prompt = str | tuple[int, ...] | Conversation
 """Text, token ids, or a conversation."""
 
 UNLIMITED = sys.maxsize
 """The value of `max_tokens` if the answer may fill all the room after its prompt."""
 
+MAX_INLINE = 1_000
+"""The check of a schema with more characters runs on a thread, and so does the making of a turn's grammar if a prompt
+with tools has more tokens: the schemas of tools are in the prompt. With large schemas, this takes up to a second."""
 MAX_SALT_CHARACTERS = 1_024
 
 MAX_PROMPT_LOGPROBS = 2**18
@@ -103,12 +108,26 @@ class Preprocessor:
         request_id = client_request.request_id or secrets.token_hex(16)
         if self._log_prompts:
             _log_prompt(request_id, prompt)
-        params = self._checked(client_request)
         now = asyncio.get_running_loop().time
         began = now()
-        prompt_token_ids = await self.tokenize(prompt, caller, client_request.timeout_s)
-        response_format = params.structured_output
-        params, new_parser = self._completed(params, client_request, prompt_token_ids)
+        params = self._checked(client_request)
+        if (response_format := params.structured_output) is not None:
+            response_format = await self._run(
+                client_request,
+                len(response_format.source),
+                client_request.timeout_s,
+                lambda: with_limited_spaces(checked_response_format(response_format)),
+            )
+            params = replace(params, structured_output=response_format)
+        time_left_s = _time_left(client_request.timeout_s, now() - began)
+        prompt_token_ids = await self.tokenize(prompt, caller, time_left_s)
+        has_tools = isinstance(prompt, Conversation) and bool(prompt.tools)
+        params, new_parser = await self._run(
+            client_request,
+            len(prompt_token_ids) if has_tools else 0,
+            _time_left(client_request.timeout_s, now() - began),
+            partial(self._completed, params, client_request, prompt_token_ids),
+        )
         await self._check_grammar(
             client_request,
             params.structured_output,
@@ -180,8 +199,8 @@ class Preprocessor:
         return room
 
     def _checked(self, client_request: ClientRequest) -> SamplingParams:
-        """Checks values for which the prompt's tokens are not needed. Returns the sampling parameters, with the
-        structured output as `checked_response_format` and `with_limited_spaces` return it."""
+        """Checks values for which the prompt's tokens are not needed, except the structured output. Returns the
+        sampling parameters."""
         for field, text in (
             ("cache_salt", client_request.cache_salt),
             ("affinity_key", client_request.affinity_key),
@@ -195,14 +214,23 @@ class Preprocessor:
             raise InvalidRequest(
                 "max_model_len", f"must be 1 to the model's {model_limit}, got {max_model_len}"
             )
-        params, response_format = client_request.params, client_request.params.structured_output
+        params = client_request.params
         self._model.check_token_ids("logit_bias", params.logit_bias)
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
-        if response_format is None:
-            return params
-        return replace(
-            params, structured_output=with_limited_spaces(checked_response_format(response_format))
-        )
+        return params
+
+    async def _run(
+        self, client_request: ClientRequest, cost: int, timeout_s: float | None, work: Callable[[], T]
+    ) -> T:
+        """Does work whose time grows with `cost`: on the event loop if it is short, otherwise on a thread, at the
+        caller's turn. DeadlinePassed after `timeout_s`."""
+        if cost <= MAX_INLINE:
+            return work()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.pool.run(client_request.caller.name, cost, work)
+        except TimeoutError:
+            raise DeadlinePassed("the request's deadline passed before its grammar was made") from None
 
     def _completed(
         self, params: SamplingParams, client_request: ClientRequest, prompt_token_ids: tuple[int, ...]

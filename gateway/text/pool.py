@@ -1,12 +1,15 @@
 """TokenizerPool: runs a tokenizer on its own threads, with limits; the event loop is not blocked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from baton.errors import TOO_LONG, InvalidRequest, PromptTooLong
 from gateway.conversation import Conversation
 from gateway.text.fair_threads import FairThreads
 from gateway.text.time_limit import run_within
 from gateway.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 MAX_INLINE_CHARACTERS = 2_000
 """Shorter texts are tokenized on the event loop, which is faster than to pass them to a thread."""
@@ -64,6 +67,11 @@ class TokenizerPool:
     async def pieces(self, caller: str, token_ids: Sequence[int]) -> list[str]:
         """Tokens as written in the vocabulary. Raises Overloaded if too much work of the caller waits."""
         return await self._threads.run(caller, len(token_ids), lambda: self.tokenizer.pieces(token_ids))
+
+    async def run(self, caller: str, cost: int, work: Callable[[], T]) -> T:
+        """Runs other work of a request, whose time grows with `cost`. Raises Overloaded if too much work of the caller
+        waits."""
+        return await self._threads.run(caller, cost, work)
 
     def close(self) -> None:
         """Refuses waiting work. Running work continues to its end."""

@@ -1,12 +1,14 @@
 """Preprocessor: every prompt and every token is held against the model, and what is wrong is named."""
 
 import asyncio
+import json
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import pytest
 
@@ -274,6 +276,33 @@ async def test_a_deadline_counts_from_before_the_prompt_is_tokenized(preprocesso
         assert 0.0 < generation.timeout_s <= 29.8
         with pytest.raises(DeadlinePassed, match="before its prompt was tokenized"):
             await preprocessor.preprocess(replace(asked, timeout_s=0.05))
+
+
+def test_c58_the_grammar_of_large_schemas_is_made_on_a_thread(preprocessor: Preprocessor) -> None:
+    threads: list[str] = []
+
+    def checked(output: StructuredOutput) -> StructuredOutput:
+        threads.append(threading.current_thread().name)
+        return output
+
+    def grammar(*_: object) -> StructuredOutput:
+        threads.append(threading.current_thread().name)
+        return StructuredOutput(GrammarKind.REGEX, "a")
+
+    answer_format = preprocessor.pool.tokenizer.answer_format
+    chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),))
+    with (
+        patch("gateway.preprocess.checked_response_format", checked),
+        patch.object(type(answer_format), "grammar", grammar),
+        patch.object(preprocessor, "room_after", return_value=50),
+    ):
+        for repeats in (1, 2_000):
+            schema = json.dumps({"enum": ["a" * repeats]})
+            params = SamplingParams(structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, schema))
+            take_in(preprocessor, (5,), params)
+            with patch.object(preprocessor, "tokenize", AsyncMock(return_value=(5,) * repeats)):
+                take_in(preprocessor, chat, SamplingParams())
+    assert [name.startswith("tokenizer") for name in threads] == [False, False, True, True]
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:
