@@ -79,7 +79,7 @@ _TUPLES = ("prefixItems", "items")  # in older drafts of JSON Schema, `items` ma
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
-_CHANGED = ("format", "uniqueItems", "properties", *LOWER_BOUNDS, *UPPER_BOUNDS)
+_CHANGED = ("format", "uniqueItems", "propertyNames", "properties", *LOWER_BOUNDS, *UPPER_BOUNDS)
 """Only schemas that have one of these keywords may need a change for a grammar."""
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 _VALUES = ("const", "enum", "default", "examples")
@@ -320,6 +320,8 @@ def _is_idle(key: str, value: Any) -> bool:
     """Whether a keyword with this value has no effect on what is valid."""
     if key == "format":
         return not isinstance(value, str) or value not in FORMATS
+    if key == "propertyNames":
+        return value is True or value in ({}, {"type": "string"})  # Zod writes the latter for each record
     return key in REMARKS or (key == "uniqueItems" and value is False)
 
 

@@ -148,7 +148,7 @@ def test_remarks_and_unknown_formats_are_left_out_but_properties_of_these_names_
         "properties": {
             "title": {"type": "string", "title": "Title", "format": "date"},
             "format": {"type": "integer", "format": "int32", "default": 1},
-            "odd": {"format": ["date"], "examples": [1]},
+            "odd": {"format": ["date"], "examples": [1], "propertyNames": {"type": "string"}},
         },
     }
 
@@ -172,6 +172,7 @@ def test_an_answers_schema_is_the_clients_own_without_what_has_no_effect() -> No
     left = f'"properties": {{"a": {date}, "format": {{"type": "string"}}}}, "items": {{}}'
     assert json.loads(taken(f"{{{several}}}")) == json.loads(f'{{{left}, "additionalProperties": false}}')
     assert taken('{"const": "\\ud800", "format": "path"}').isascii()
+    assert taken('{"propertyNames":{"type":"string"},"title":"A"}') == "{}"
     for unchanged in ('{"title":"A"}', '{"format": "path"', f"[{path}]", '{"x": {"format":' * 5000):
         assert taken(unchanged) == unchanged, "the compiler says what is wrong"
     assert taken(path, GrammarKind.LARK) == path
