@@ -278,19 +278,22 @@ _GPTQ: Values = {
     **_CALIBRATION,
     **_any("quant_method group_size desc_act"),
     "bits": (4, 8),
+    "method": ("gptq",),
     "checkpoint_format": ("gptq", "gptq_v2"),
     "format": ("gptq", "gptq_v2"),
     "dynamic": ({},),
     "pack_dtype": ("int32",),
     "is_marlin_format": (False,),
 }
+# GPTQModel writes zero points even if `zero_point` is false: then all of them are 8.
 _AWQ: Values = {
     **_CALIBRATION,
     **_any("quant_method group_size q_group_size modules_to_not_convert"),
     **_any("do_fuse modules_to_fuse fuse_max_seq_len"),
     "bits": (4,),
     "w_bit": (4,),
-    "zero_point": (True,),
+    "method": ("awq",),
+    "zero_point": (True, False),
     "version": ("gemm", "GEMM"),
     "format": ("gemm", "GEMM"),
     "checkpoint_format": ("gemm", "GEMM"),

@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2
 from huggingface_hub import constants, get_token
@@ -85,13 +86,17 @@ def _explanation(name: HubName, error: Exception) -> str:
                 f"the disk of {cache} became full during the download of {repo}; free some room, or set HF_HOME to a "
                 f"folder on another disk. {_LATER}"
             )
-        case OSError(errno=errno.EROFS | errno.EACCES):
+        case OSError(errno=errno.EROFS) | PermissionError() if _is_below(error.filename, cache):
             return (
-                f"the cache {cache} does not have all files of {name}, and cannot be written ({error.strerror}: "
-                f"{error.filename}). Set HF_HOME to a folder that may be written or, if an earlier commit is cached, "
-                "HF_HUB_OFFLINE=1 to serve it"
+                f"the cache {cache} cannot be used for {name} ({error.strerror}: {error.filename}). Set HF_HOME to a "
+                "folder that may be read and written or, if the cache has an earlier commit, HF_HUB_OFFLINE=1 to "
+                "serve it"
             )
     return f"cannot prepare {name} in {cache}: {error}"
+
+
+def _is_below(path: object, folder: str | Path) -> bool:
+    return isinstance(path, str) and Path(path).is_relative_to(folder)
 
 
 def first_line(error: BaseException) -> str:

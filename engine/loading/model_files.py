@@ -224,7 +224,10 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _meant(paths: list[str], wanted: str) -> list[str]:
-    """The files that match. As in llama.cpp, `Q6_K` means `m-Q6_K.gguf`, even if there is a `m-Q6_K_L.gguf`."""
+    """The files that match. A whole path means only this file. As in llama.cpp, `Q6_K` means `m-Q6_K.gguf`, even if
+    there is a `m-Q6_K_L.gguf`."""
+    if wanted in paths:
+        return [wanted]
     if wanted.endswith(".gguf") or any(sign in wanted for sign in "*?["):
         return [
             path

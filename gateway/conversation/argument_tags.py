@@ -132,11 +132,9 @@ class ArgumentTags:
             if (yield from reader.skip(self._value_end)):
                 reader.commit()
                 return value
-        is_cut = is_guided and is_read and reader.has_met_end
         reader.rewind()
-        if is_cut:  # a string before the cut may contain the tag
-            yield from reader.until(Markers(()), lambda _: None)
-            return None
+        if is_guided and is_read:
+            reader.drop_unfinished()  # a string before the cut may contain the tag
         calls.num_misread += is_read
         pieces: list[str] = []
         num_spaces, length = yield from reader.until(self._end, pieces.append)

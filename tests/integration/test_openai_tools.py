@@ -219,7 +219,12 @@ async def test_the_conversation_goes_on_with_the_calls_results(folder: Path) -> 
     async with model_says(folder, TALKATIVE) as (under_test, client):
         message = (await whole(client)).choices[0].message
         results = [
-            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": f"sun {number}"}]}
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "type": "text",
+                "content": [{"type": "text", "text": f"sun {number}"}],
+            }
             for number, call in enumerate(message.tool_calls)
         ]
         hello, said = HELLO[0] | {"name": "bob"}, message.model_dump() | {"name": "amy", "annotations": []}

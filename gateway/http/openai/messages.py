@@ -128,6 +128,7 @@ class ToolMessage(Body):
     content: Content
     tool_call_id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
     name: str | None = Field(None, max_length=MAX_CALL_NAME_CHARACTERS, description="The called function.")
+    type: TypeOfText = None
 
     def as_chat_message(self) -> ChatMessage:
         return ChatMessage("tool", _text_of(self.content), tool_call_id=self.tool_call_id, name=self.name)

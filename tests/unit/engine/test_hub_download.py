@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -82,12 +83,17 @@ def test_a_cache_without_a_list_of_files_that_is_not_whole_is_said_to_be_so(
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_cache_that_cannot_be_written_says_how_to_serve_what_it_has(number: int) -> None:
+def test_a_cache_that_cannot_be_used_says_how_to_serve_what_it_has(number: int) -> None:
     """A shared cache is often mounted read-only, and the name's branch may have a new commit."""
     with pytest.raises(ModelError) as refused, explained(HubName("acme/tiny")):
-        raise OSError(number, "Read-only file system", "/cache/snapshots/0")
-    assert (
-        "does not have all files of acme/tiny, and cannot be written (Read-only file system: /cache/snap"
-        in str(refused.value)
-    )
-    assert "if an earlier commit is cached, HF_HUB_OFFLINE=1 to serve it" in str(refused.value)
+        raise OSError(number, os.strerror(number), f"{constants.HF_HUB_CACHE}/snapshots/0")
+    assert f"cannot be used for acme/tiny ({os.strerror(number)}: " in str(refused.value)
+    assert "if the cache has an earlier commit, HF_HUB_OFFLINE=1 to serve it" in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["/home/somebody/.cache/huggingface/token", None])
+def test_a_file_elsewhere_that_cannot_be_read_says_nothing_of_the_cache(path: str | None) -> None:
+    with pytest.raises(ModelError) as refused, explained(HubName("acme/tiny")):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+    assert "cannot prepare acme/tiny" in str(refused.value)
+    assert "HF_HUB_OFFLINE" not in str(refused.value)

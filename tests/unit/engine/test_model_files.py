@@ -82,12 +82,14 @@ def test_a_quantization_is_the_whole_name_if_there_is_one(files: list[str], want
     ("files", "proposed"),
     [
         (["a/m-Q4_0.gguf", "b/m-Q4_0.gguf"], "a/m-Q4_0.gguf"),
+        (["m-Q4_0.gguf", "n/m-Q4_0.gguf"], "m-Q4_0.gguf"),
+        (["m[1]-Q4_0.gguf", "m[2]-Q4_0.gguf"], "m[1]-Q4_0.gguf"),
         (["m-v1-Q4_0.gguf", "m-v2-Q4_0.gguf", "m-v2-Q8_0.gguf"], "Q8_0"),
         (["m-BF16-00001-of-00002.gguf", "m-BF16-00002-of-00002.gguf", "m-Q8_0.gguf"], "Q8_0"),
     ],
 )
 def test_a_refusal_proposes_a_choice_that_works(files: list[str], proposed: str) -> None:
-    with pytest.raises(ModelError, match=f"; name one, such as a/b:{proposed}. There are"):
+    with pytest.raises(ModelError, match=f"; name one, such as a/b:{re.escape(proposed)}. There are"):
         gguf_file(files, None, "a/b")
     assert gguf_file(files, proposed, "a/b") in files
 

@@ -180,7 +180,6 @@ def test_of_several_targets_the_one_that_compressed_tensors_takes_counts(
         (gptq(4, 128, dynamic={"-:.*": {}}), "quantization_config.dynamic .* is not supported"),
         (AWQ | {"version": "gemv"}, "quantization_config.version 'gemv' is not supported; supported: 'gemm'"),
         (AWQ | {"bits": 8}, "quantization_config.bits 8 is not supported; supported: 4"),
-        (AWQ | {"zero_point": False}, "quantization_config.zero_point False is not supported"),
         (AWQ | {"backend": "llm-awq"}, "quantization_config.backend 'llm-awq' is not supported"),
     ],
     ids=str,
@@ -207,7 +206,13 @@ def test_keys_of_published_checkpoints_are_known() -> None:
         FP8 | {"activation_scheme": "static", "modules_to_not_convert": ["lm_head"], "kv_cache_scheme": None}
     )
     read(gptq(4, 128, pack_dtype="int32", lm_head=False, static_groups=False, model_file_base_name="model"))
+    written_by_gptqmodel = {"pack_dtype": "int32", "lm_head": False, "desc_act": False, "meta": {}}
     read(
-        AWQ | {"format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32", "lm_head": False}
-    )  # GPTQModel
+        AWQ
+        | written_by_gptqmodel
+        | {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "zero_point": False}
+    )
+    read(
+        gptq(4, 128, **written_by_gptqmodel, method="gptq", format="gptq", checkpoint_format="gptq", sym=True)
+    )
     read(AWQ | {"do_fuse": False, "modules_to_not_convert": None, "exllama_config": {}})
