@@ -1,4 +1,11 @@
-"""PacedParser: h11's parser of one connection, which reads few chunks of a body in one turn of the event loop."""
+"""PacedParser: h11's parser of one connection, which reads few chunks of a body in one turn of the event loop.
+
+ReadTurns: lets one connection after the other read on.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
 
 import h11
 
@@ -27,3 +34,25 @@ class PacedParser(h11.Connection):
         if isinstance(event, h11.Data):
             self._num_left -= 1
         return event
+
+
+class ReadTurns:
+    """Connections whose bodies have more chunks: in each turn of the event loop, the longest waiting one reads on."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def wait(self, read_on: Callable[[], None]) -> None:
+        """Calls `read_on` in a later turn."""
+        self._waiting.append(read_on)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        read_on = self._waiting[0]
+        try:
+            read_on()  # may wait again
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._next)

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from gateway.auth.callers import NO_CALLER, Caller
 from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.error_shapes import openai_error
-from gateway.http.paced_parser import PacedParser
+from gateway.http.paced_parser import PacedParser, ReadTurns
 from gateway.http.request_limits import MAX_HEADER_BYTES
 
 REQUEST_TIMEOUT_S = 15.0
@@ -46,8 +46,8 @@ class BoundedH11(H11Protocol):
 
     _request_deadline: asyncio.TimerHandle | None = None
     _write_deadline: asyncio.TimerHandle | None = None
-    _next_turn: asyncio.Handle | None = None
-    """Reads the next chunks of a body that has more of them than one turn may read."""
+    _waits_for_turn = False
+    """Whether the rest of what has arrived follows in a later turn."""
     conn: PacedParser
 
     def __init__(
@@ -55,6 +55,7 @@ class BoundedH11(H11Protocol):
         *args: Any,
         refusal: str | None,
         places: ConnectionPlaces["BoundedH11"],
+        turns: ReadTurns,
         write_timeout_s: float,
         on_refused: Callable[[str], None],
         **options: Any,
@@ -64,6 +65,7 @@ class BoundedH11(H11Protocol):
         super().__init__(*args, **options)
         self.conn = PacedParser(h11.SERVER, MAX_HEADER_BYTES)
         self._places = places
+        self._turns = turns
         self.app_state = {ON_CALLER: self._begin_request}
         self.timeout_keep_alive = STRANGER_KEEP_ALIVE_S
         self._on_refused = on_refused
@@ -107,17 +109,20 @@ class BoundedH11(H11Protocol):
         until then, nothing more is read from the connection."""
         self.conn.begin_turn()
         super().handle_events()
-        if self.conn.has_more and self._next_turn is None and not self.transport.is_closing():
-            self.transport.pause_reading()
-            self._next_turn = self.loop.call_soon(self._continue)
+        if not self.conn.has_more or self.transport.is_closing():
+            return
+        self.transport.pause_reading()
+        if not self._waits_for_turn:
+            self._waits_for_turn = True
+            self._turns.wait(self._read_on)
 
-    def _continue(self) -> None:
-        self._next_turn = None
+    def _read_on(self) -> None:
+        self._waits_for_turn = False
         if self.transport.is_closing():
             return
         self.handle_events()
         self._update_request_deadline()
-        if self._next_turn is None and not self.flow.read_paused and not self.transport.is_closing():
+        if not (self._waits_for_turn or self.flow.read_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -130,8 +135,6 @@ class BoundedH11(H11Protocol):
         self._places.end_request(self)
         self._cancel_request_deadline()
         self._cancel_write_deadline()
-        if self._next_turn is not None:
-            self._next_turn.cancel()
         self.is_over.set()
 
     def end(self) -> None:

@@ -15,8 +15,8 @@ from baton.system.watched import Watched
 from gateway.auth.certificates import Certificates
 from gateway.http.acceptor import Acceptor
 from gateway.http.connection_places import ConnectionPlaces
+from gateway.http.paced_parser import ReadTurns
 from gateway.http.protocol import BoundedH11
-from gateway.http.request_limits import MAX_HEADER_BYTES
 
 BACKLOG = 1024
 
@@ -46,6 +46,7 @@ class HttpServer:
         self._host = host
         self._port = port
         self._places = ConnectionPlaces[BoundedH11](max_connections)
+        self._turns = ReadTurns()
         self._write_timeout_s = write_timeout_s
         self._on_refused = on_refused
         tls = None if certificates is None else lambda: certificates.current().context
@@ -54,7 +55,6 @@ class HttpServer:
             uvicorn.Config(
                 app,
                 http="h11",
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 lifespan="off",  # so every scope is a request's, and no middleware asks for its type
                 log_config=None,
@@ -103,6 +103,7 @@ class HttpServer:
             {},
             refusal=limit if is_refused else None,
             places=self._places,
+            turns=self._turns,
             write_timeout_s=self._write_timeout_s,
             on_refused=self._on_refused,
         )

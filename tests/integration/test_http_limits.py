@@ -219,9 +219,12 @@ async def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_fo
                     await asyncio.sleep(1.2)  # longer than a request may take to come
 
 
-@pytest.mark.parametrize(("key", "status"), [(ALICE, 200), ("baton-nobody", 401)])
+@pytest.mark.parametrize(
+    ("key", "status", "num_connections"),
+    [(ALICE, 200, 1), ("baton-nobody", 401, 1), ("baton-nobody", 401, 8)],
+)
 async def test_c58_tiny_chunks_are_read_in_many_turns_of_the_loop(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, status: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str, status: int, num_connections: int
 ) -> None:
     """Other calls are served between the turns, also while the rest of a refused body is read."""
     loop, next_event, turn, chunks = asyncio.get_running_loop(), h11.Connection.next_event, 0, Counter[int]()
@@ -238,19 +241,25 @@ async def test_c58_tiny_chunks_are_read_in_many_turns_of_the_loop(
         chunks[turn] += isinstance(event, h11.Data)
         return event
 
-    body = b" " * 20_000 + b'{"prompt": "hi"}'
+    body = b" " * (20_000 // num_connections) + b'{"prompt": "hi"}'
     head = HEAD + b"authorization: Bearer %s\r\ntransfer-encoding: chunked\r\n\r\n" % key.encode()
     in_chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    next_request = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+    async def ask() -> bytes:
+        async with connection(under_test) as (reader, writer):
+            writer.write(head + in_chunks + next_request)
+            return await reader.read()
+
     async with gateway_with(folder, {}, {}, api_keys=API_KEYS) as under_test:
         monkeypatch.setattr(h11.Connection, "next_event", counted)
         begin_turn()
-        async with connection(under_test) as (reader, writer):
-            writer.write(
-                head + in_chunks + b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-            )
-            answered = await reader.read()
+        answers = await asyncio.gather(*(ask() for _ in range(num_connections)))
         is_over = True
-    assert answered.startswith(b"HTTP/1.1 %d " % status)
-    assert b'{"status":"ok"}' in answered, "the next request of the connection"
-    assert chunks.total() == len(body)
-    assert max(chunks.values()) <= 256
+    for answered in answers:
+        assert answered.startswith(b"HTTP/1.1 %d " % status)
+        assert b'{"status":"ok"}' in answered, "the next request of the connection"
+    assert chunks.total() == num_connections * len(body)
+    per_turn = sorted(number for number in chunks.values() if number)
+    assert per_turn[len(per_turn) // 2] <= 128
+    assert per_turn[-1] <= 256 * num_connections

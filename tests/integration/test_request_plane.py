@@ -108,12 +108,16 @@ def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
 
 def test_c42_a_gateway_that_never_stops_sending_delays_no_heartbeats() -> None:
     """Whatever the worker reads of it is followed by as much."""
-    message, is_over = AbortRequests(("r",), 1), threading.Event()
+    message, is_over, sending = AbortRequests(("r",), 1), threading.Event(), threading.Lock()
+
+    def send() -> None:
+        with sending:  # a socket of ZeroMQ is for one thread at a time
+            if not is_over.is_set():
+                busy.send(message)
 
     class BusyEngine(RecordingEngine):
         def abort(self, client_id: str, request_ids: tuple[str, ...]) -> None:
-            if not is_over.is_set():
-                busy.send(message)
+            send()
 
     with (
         running_server(BusyEngine()) as server,
@@ -123,12 +127,13 @@ def test_c42_a_gateway_that_never_stops_sending_delays_no_heartbeats() -> None:
         busy.send(HELLO)
         busy.receive()
         for _ in range(500):
-            busy.send(message)
+            send()
         gateway.send(replace(HELLO, gateway="other"))
         try:
             assert [gateway.receive() for _ in range(4)] == [Heartbeat(STATUS, 2, 0)] * 4
         finally:
-            is_over.set()
+            with sending:
+                is_over.set()
 
 
 class LeapingClock(SystemClock):

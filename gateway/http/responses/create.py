@@ -72,9 +72,8 @@ class CreateResponse:
             body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None
         )
         own_json = input_json(own_items, request.request_id)
-        ancestors = History(
-            history.ancestors
-        )  # the history's items are not needed while the answer is generated
+        # The history's items are not needed while the answer is generated.
+        ancestors = History(history.ancestors)
         generation = Generation(request, response, ancestors, own_json, stored_by, namespaces_of(body.tools))
         tokens = self._tokens if body.has_logprobs else None
         return Responding(self._driver, generation, tokens, is_stream=bool(body.stream))

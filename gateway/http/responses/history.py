@@ -124,10 +124,8 @@ class HistoryReader:
                 if item.id in wanted
             }
         lengths = {item_id: _num_characters(item) for item_id, item in found.items()}
-        if (
-            sum(lengths.get(item.id, 0) for item in items if isinstance(item, ItemReference))
-            > self._max_bytes
-        ):
+        references = (item.id for item in items if isinstance(item, ItemReference))
+        if sum(lengths.get(item_id, 0) for item_id in references) > self._max_bytes:
             raise InvalidRequest(
                 "input",
                 f"the items to which it refers have more than {self._max_bytes} characters together "
