@@ -60,6 +60,8 @@ class SimConnector:
         self._leases: Leases
         self.counts: Counter[str]
         self.holds: dict[str, HeldBlocks] = {}
+        self.began_loads_at: dict[str, float] = {}
+        """By hand-over: when this worker began a load."""
         self.max_command_delay_s = 0.0
 
     def attach(
@@ -202,6 +204,7 @@ class SimConnector:
                 self.holds[request_id] = HeldBlocks("sending", now, transfer)
             case BeginLoad(transfer=transfer):
                 self.holds[request_id] = HeldBlocks("waiting", now, transfer)
+                self.began_loads_at[transfer.transfer_id] = now
             case FinishSend():
                 self._become(request_id, "leased")
                 self._leases.begin(self.holds[request_id].transfer)

@@ -155,10 +155,12 @@ class Invariants:
             if self._has_reader(worker, request_id):
                 self._unread_since.pop(place, None)
                 return
-            since, longest_s = (
-                self._unread_since.setdefault(place, now),
-                self._transfer.lease_s + self._max_lateness_s,
+            # A load that began and was aborted within one event renewed the lease, too.
+            began_at = self._fleet.workers[hold.transfer.peer.name].connector.began_loads_at
+            since = max(
+                self._unread_since.setdefault(place, now), began_at.get(hold.transfer.transfer_id, 0.0)
             )
+            longest_s = self._transfer.lease_s + self._max_lateness_s
         elif hold.kind == "loading":
             since, longest_s = hold.since, self._transfer.load_timeout_s + READ_TIMEOUT_S
         elif hold.kind == "quarantined":
