@@ -151,6 +151,7 @@ async def test_the_wait_for_an_absent_control_server_is_short(
             await client.call(DrainWorker("w1"))
 
 
+@pytest.mark.in_order
 async def test_a_restarted_control_server_is_missed_at_once_and_found_again() -> None:
     config = fleet_config()
     async with fleet(config) as tested, AsyncExitStack() as stack:
@@ -176,6 +177,7 @@ async def test_a_restarted_control_server_is_missed_at_once_and_found_again() ->
             assert await client.call(WaitView("", -1, 5.0)) == view
 
 
+@pytest.mark.in_order
 async def test_a_command_whose_control_server_closes_may_be_carried_out_and_its_error_says_so() -> None:
     config = fleet_config()
     async with fleet(config) as tested:
@@ -191,6 +193,7 @@ async def test_a_command_whose_control_server_closes_may_be_carried_out_and_its_
         tested.launcher.latest("w1").may_drain.set()
 
 
+@pytest.mark.in_order
 async def test_a_command_whose_connection_breaks_may_be_carried_out_and_its_error_says_so() -> None:
     config = fleet_config()
     async with fleet(config) as tested:
@@ -250,6 +253,7 @@ async def test_the_end_of_the_fleet_is_told_to_who_waits_and_to_who_asks_a_momen
             await asyncio.gather(closing, return_exceptions=True)
 
 
+@pytest.mark.in_order
 async def test_an_order_is_carried_out_whoever_still_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq_carrier, "ANSWER_S", 0.2)
     config = fleet_config(drain_timeout_s=50.0)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,10 +36,28 @@ async def connection(
 
 
 async def ask(under_test: GatewayUnderTest, data: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error of what is answered to these bytes."""
-    async with connection(under_test) as (reader, writer):
-        writer.write(data)
-        return await answer_of(reader)
+    """Status and error of what is answered to these bytes.
+
+    The gateway may close the connection before it has read all of them. A StreamReader would raise this error in place
+    of the answer that has arrived.
+    """
+    loop, received = asyncio.get_running_loop(), b""
+    with socket.create_connection(("127.0.0.1", under_test.gateway.http_port), timeout=60) as client:
+        client.setblocking(False)
+        async with asyncio.timeout(60):
+            await loop.sock_sendall(client, data)
+            while not is_whole(received):
+                received += (news := await loop.sock_recv(client, 65536))
+                assert news, received
+    reader = asyncio.StreamReader()
+    reader.feed_data(received)
+    return await answer_of(reader)
+
+
+def is_whole(answer: bytes) -> bool:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    return length is not None and len(body) == int(length[1])
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, Any]]:

@@ -158,6 +158,16 @@ async def test_nobody_gets_anything_of_another_callers_responses(folder: Path) -
         assert (await alice.responses.retrieve(made.id)).id == made.id
 
 
+async def refusal_to_cancel(client: openai.AsyncOpenAI, response_id: str) -> openai.BadRequestError:
+    """Of a response that has ended, which may be a moment after its last event."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await client.responses.cancel(response_id)
+            except openai.BadRequestError as error:
+                return error
+
+
 async def test_a_running_response_is_ended_by_its_caller(folder: Path) -> None:
     async with gateway_with(folder, {}, {"d0": begins}, api_keys=API_KEYS) as under_test:
         async with client_of(under_test, ALICE) as alice, client_of(under_test, BOB) as bob:
@@ -172,8 +182,7 @@ async def test_a_running_response_is_ended_by_its_caller(folder: Path) -> None:
             assert events[-1].type == "response.failed"
             assert events[-1].response.status == "cancelled"
             assert (await alice.responses.retrieve(cancelled.id)).to_dict() == cancelled.to_dict()
-            with pytest.raises(openai.BadRequestError, match=r"has ended \(cancelled\)"):
-                await alice.responses.cancel(cancelled.id)
+            assert "has ended (cancelled)" in str(await refusal_to_cancel(alice, cancelled.id))
         await under_test.workers["d0"].next_request()
         await under_test.workers["d0"].next_abort()
 

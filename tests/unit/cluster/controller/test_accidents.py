@@ -139,6 +139,7 @@ async def test_a_restarted_controller_continues_the_role_change_of_its_predecess
     assert ("3 blocks are leased" in caplog.text) == (error is not None)
 
 
+@pytest.mark.in_order
 async def test_a_restarted_controller_drains_a_worker_after_its_role_change() -> None:
     launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:

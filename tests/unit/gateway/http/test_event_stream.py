@@ -97,10 +97,11 @@ async def test_an_error_in_place_of_the_first_event_is_raised_before_anything_wa
 async def test_a_client_that_leaves_ends_the_source_at_once() -> None:
     reader, source = Reader(), Source(ends=False)
     serving = asyncio.create_task(reader.get(stream_of(source.events())))
-    await asyncio.sleep(0.01)
-    assert not source.is_closed
-    reader.leaves.set()
     async with asyncio.timeout(60):
+        while not reader.messages:
+            await asyncio.sleep(0)
+        assert not source.is_closed
+        reader.leaves.set()
         await serving
     assert source.is_closed
 
