@@ -68,13 +68,20 @@ class Matcher:
         self._defect: str | None = None
         self._num_at_first_mask: int | None = None
         """Number of consumed tokens when the first mask was computed."""
+        self._found_limit = False
+        """Whether this matcher was the first one that failed at a limit of the compiled grammar."""
 
     @property
     def may_begin_anew(self) -> bool:
-        """After a token that was not consumed: whether a newly compiled grammar may continue the answer. This is so if
-        the compiled one is at a limit, and the answer has grown since the first mask: each beginning adds tokens."""
+        """After a token that was not consumed: whether a newly compiled grammar may continue the answer.
+
+        This is so if the compiled one is at a limit. The answer of the matcher that found the limit must have grown
+        since its first mask. So with each compilation, an answer grows or ends.
+        """
+        if not self._found_limit:
+            return self._compiled.has_failed
         begun = self._num_at_first_mask
-        return self._compiled.has_failed and begun is not None and len(self._token_ids) - 1 > begun
+        return begun is not None and len(self._token_ids) - 1 > begun
 
     def consume(self, token_id: int) -> str | None:
         """Advances by one sampled token; returns why that is impossible, as "field: problem", or None."""
@@ -209,11 +216,16 @@ class Matcher:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
         logger.error("matching a grammar failed", exc_info=error)
-        self._compiled.has_failed = True
+        self._note_failure()
         self._defect = in_one_line(str(error)) or type(error).__name__
 
     def _note_limit(self) -> None:
-        self._compiled.has_failed |= TOO_MANY_STATES in str(self._matcher.get_error())
+        if TOO_MANY_STATES in str(self._matcher.get_error()):
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        self._found_limit |= not self._compiled.has_failed
+        self._compiled.has_failed = True
 
     def _error(self, token_id: int) -> str:
         self._note_limit()

@@ -56,6 +56,19 @@ def test_answers_continue_with_a_new_grammar_when_the_compiled_one_is_at_a_limit
         assert _asked_until_done(engines, engine, make_requests()) == expected
 
 
+def test_answers_that_wait_for_a_slot_continue_with_a_new_grammar(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their grammar was compiled when they were added, and is at its limit when they begin."""
+    requests, scheduler = make_requests(24), {**ROOMY, "max_num_seqs": 16}
+    with EnginesOf(folder) as engines:
+        plain = engines.start("plain", speculation=PLAIN, **scheduler)
+        expected = tokens_of(ask(engines, plain, requests))
+        monkeypatch.setattr(GrammarLibrary, "compile", limited(MAX_STATES))
+        engine = engines.start("limited", speculation=PLAIN, **scheduler)
+        assert _asked_until_done(engines, engine, requests) == expected
+
+
 def _asked_until_done(
     engines: EnginesOf, engine: WholeEngine, requests: list[EngineRequest]
 ) -> dict[str, list[int]]:
@@ -64,13 +77,13 @@ def _asked_until_done(
     num_given_back = 0
     while requests:
         answers, rest = ask(engines, engine, requests), []
+        assert any(answer.token_ids for answer in answers.values()), "some answer grows with each grammar"
         for request in requests:
             answer = answers[request.request_id]
             token_ids = (*request.output_token_ids, *answer.token_ids)
             assert answer.end is not None
             if answer.end.error_kind is ErrorKind.GIVEN_BACK:
                 assert "too many states" in str(answer.end.error)
-                assert answer.token_ids, "each attempt adds tokens"
                 rest.append(replace(request, output_token_ids=token_ids))
                 num_given_back += 1
             else:

@@ -1,5 +1,6 @@
 """Compiled grammars whose automaton has grown to a limit, while answers were matched."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,8 +64,10 @@ def test_a_grammar_at_a_limit_of_the_library_is_compiled_again_for_the_next_requ
 
 
 @pytest.mark.usefixtures("few_states")
-def test_an_answer_begins_anew_only_if_it_has_grown(compiler: GrammarCompiler) -> None:
-    """Otherwise it might begin anew for ever."""
+def test_an_answer_begins_anew_if_it_has_grown_or_another_one_found_the_limit(
+    compiler: GrammarCompiler,
+) -> None:
+    """Otherwise it might begin anew for ever. Requests that wait for a slot begin when the limit is known already."""
     matchers = [matcher_of(compiler) for _ in ANSWERS]
     late, running = matcher_of(compiler), matchers[-1]
     assert error_of(running, "a") is None
@@ -74,7 +77,18 @@ def test_an_answer_begins_anew_only_if_it_has_grown(compiler: GrammarCompiler) -
     may_begin.append(running.may_begin_anew)
     assert may_begin == [False, True]
     assert "too many states" in (error_of(late, ANSWERS[-1]) or "")
-    assert not late.may_begin_anew
+    assert late.may_begin_anew
+
+
+@pytest.mark.usefixtures("few_states")
+def test_an_answer_whose_earlier_tokens_alone_lead_to_the_limit_does_not_begin_anew(
+    compiler: GrammarCompiler,
+) -> None:
+    finder = matcher_of(compiler)
+    token_ids = make_tokenizer().encode("".join(random.Random(0).choices("ax", k=1000))).ids
+    assert not any(map(finder.consume, token_ids)), "the library looks at the limit when it computes a mask"
+    assert "too many states" in (error_of(finder, "a") or "")
+    assert not finder.may_begin_anew
 
 
 def test_a_grammar_that_grows_counts_with_its_growth_and_is_then_compiled_again(
