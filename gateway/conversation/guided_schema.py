@@ -61,6 +61,7 @@ LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 LEAST_STEP = 1e-40
 """The step from 0 to the next number. A grammar has no room for many more digits."""
+MAX_EDGE = 2**50  # from here on, four steps of a float are 1 or more
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905
@@ -84,7 +85,6 @@ _CHANGED = ("format", "uniqueItems", "propertyNames", "properties", *LOWER_BOUND
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 _VALUES = ("const", "enum", "default", "examples")
 """Keywords with JSON values, which are no schemas even if they look like some."""
-
 
 EXACT_BITS = 53
 """A grammar holds numbers as floats of 64 bits, so it cannot hold every integer that has more bits than this."""
@@ -268,9 +268,9 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
             guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
         elif not _is_idle(key, value):
             guided[key] = _bound(key, value)
-    _move_edges(guided)
     if _is_whole(guided.get("multipleOf")):
         guided["type"] = _with_integers(guided.get("type", _TYPES))
+    _move_edges(guided)
     has_all = "properties" in guided and _OPENING.isdisjoint(guided) and _lists_enough(guided, needed)
     if closes and has_all:
         guided["additionalProperties"] = False
@@ -300,15 +300,19 @@ def _bound(key: str, value: Any) -> Any:
 
 
 def _move_edges(schema: dict[str, Any]) -> None:
-    """Moves an exclusive bound that is an integer a little, if the other bound is less than 1 away. Otherwise the
-    library's grammar allows the bound itself: it writes 0 for 0 < x < 0.5. The library reads a number of many digits
-    inexactly, so the step is larger than that to the next float."""
+    """Moves an exclusive bound of numbers a little if it is an integer. Otherwise the library's grammar allows the
+    bound itself if the other bound is less than 1 away, perhaps in another part of the schema: it writes 0 for
+    0 < x < 0.5. The library reads a number of many digits inexactly, so the step is larger than that to the next
+    float."""
+    kinds = schema.get("type", "number")
+    if "number" not in (kinds if isinstance(kinds, list) else [kinds]):
+        return
     for bound, others, sign in ((LOWER_BOUNDS[1], UPPER_BOUNDS, 1), (UPPER_BOUNDS[1], LOWER_BOUNDS, -1)):
         edge, ends = schema.get(bound), [schema[key] * sign for key in others if _is_number(schema.get(key))]
-        if not ends or not _is_number(edge) or edge % 1 or not 0 <= edge * sign < min(ends) < edge * sign + 1:
+        if not _is_number(edge) or edge % 1 or not 0 <= edge * sign < MAX_EDGE:
             continue
         moved = edge + sign * (4 * math.ulp(edge) if edge else LEAST_STEP)
-        if moved * sign < min(ends):
+        if moved * sign < min(ends, default=math.inf):
             schema[bound] = moved
 
 

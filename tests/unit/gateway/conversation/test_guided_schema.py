@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
@@ -15,7 +14,6 @@ from gateway.conversation.guided_schema import checked_response_format, guided_s
 from gateway.conversation.listed_properties import listed_properties
 from gateway.conversation.lookalikes import may_be_json_call
 from tests.factories.costs import expect_cost_in_proportion
-from tests.factories.guided import GUIDES
 
 
 def guided(schema: dict[str, Any]) -> dict[str, Any]:
@@ -339,62 +337,4 @@ def test_integers_that_a_grammar_holds_may_be_listed() -> None:
     schema = {"type": "object", "properties": {"const": listed}, "required": ["const"]}
     assert guided(schema)["properties"]["const"] == listed
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(listed))
-    assert checked_response_format(answer) == answer
-
-
-INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}
-FLOAT32 = {
-    "type": "number",
-    "exclusiveMinimum": -3.4028234663852886e38,
-    "exclusiveMaximum": 3.4028234663852886e38,
-}
-
-
-@pytest.mark.parametrize("schema", [INT64, FLOAT32, {"type": "integer", "maximum": 10**30}])
-def test_bounds_of_large_types_compile(schema: dict[str, Any]) -> None:
-    library = GUIDES["markers are text"].library
-    checked = checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-    tool = guided({"type": "object", "properties": {"n": schema}})
-    for source in (checked.source, json.dumps(tool)):
-        matcher = LLMatcher(library, LLMatcher.grammar_from_json_schema(source), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-    assert checked == checked_response_format(checked)
-
-
-@pytest.mark.parametrize(
-    "schema", [{"minimum": -(2**62), "maximum": 0.5}, {"minimum": 1e30, "maximum": -1e30}]
-)
-def test_bounds_that_a_grammar_holds_or_that_nothing_matches_stay(schema: dict[str, Any]) -> None:
-    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-    assert checked_response_format(answer) == answer
-
-
-@pytest.mark.parametrize(
-    ("bounds", "inside", "outside"),
-    [
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, ("0.5", "0.1", "0.000001"), ("0", "0.0", "0.51")),
-        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ("1.1", "1.49"), ("1", "1.0", "1.5")),
-        ({"exclusiveMinimum": 100, "maximum": 100.5}, ("100.1",), ("100", "100.0")),
-        ({"minimum": -0.5, "exclusiveMaximum": 0}, ("-0.5", "-0.01"), ("0", "-0", "-0.51")),
-        ({"minimum": -1.5, "exclusiveMaximum": -1.0}, ("-1.5", "-1.01"), ("-1", "-1.0", "-1.51")),
-        ({"exclusiveMinimum": 0, "maximum": 1}, ("1", "0.1"), ("0", "1.1")),
-        ({"exclusiveMinimum": 0, "maximum": 1e-50}, (), ("1",)),
-        ({"exclusiveMinimum": 0.25, "maximum": 0.5}, ("0.26",), ("0.25",)),
-    ],
-    ids=str,
-)
-def test_a_number_is_never_its_exclusive_bound(
-    bounds: dict[str, Any], inside: tuple[str, ...], outside: tuple[str, ...]
-) -> None:
-    guide, source = GUIDES["markers are text"], json.dumps({"type": "number", **bounds})
-    checked = checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, source))
-    grammar = StructuredOutput(GrammarKind.LARK, f"%llguidance {{}}\nstart: %json {checked.source}\n")
-    assert [number for number in (*inside, *outside) if guide.accepts(grammar, number)] == list(inside)
-
-
-@pytest.mark.parametrize(
-    "schema", [{"exclusiveMinimum": True, "maximum": 1.5}, {"exclusiveMinimum": 10**400, "maximum": 0.5}]
-)
-def test_bounds_that_are_no_numbers_or_that_nothing_matches_are_the_compilers(schema: dict[str, Any]) -> None:
-    answer = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
     assert checked_response_format(answer) == answer
