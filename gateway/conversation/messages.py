@@ -1,5 +1,6 @@
 """Messages, tools, and the conversation that a model continues."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -104,6 +105,16 @@ class Conversation:
             return ()
         names = self.tool_choice.names
         return tuple(tool for tool in self.tools if names is None or tool.name in names)
+
+    @property
+    def grammar_cost(self) -> int:
+        """The time to make the turn's grammar grows with this number: the characters of the schemas that calls must
+        match. Of other tools' schemas, only the depth is checked, which takes a twentieth of the time."""
+        is_required = self.tool_choice.use is ToolUse.REQUIRED
+        return sum(
+            len(json.dumps(tool.parameters)) // (1 if is_required or tool.strict else 20)
+            for tool in self.callable_tools
+        )
 
     @property
     def num_characters(self) -> int:

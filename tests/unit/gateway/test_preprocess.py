@@ -290,19 +290,35 @@ def test_c58_the_grammar_of_large_schemas_is_made_on_a_thread(preprocessor: Prep
         return StructuredOutput(GrammarKind.REGEX, "a")
 
     answer_format = preprocessor.pool.tokenizer.answer_format
-    chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),))
+    small, large = {"enum": ["a"]}, {"enum": ["a" * 5_000]}
+    tools = [Tool("f", None, small, strict=True), Tool("f", None, large), Tool("f", None, large, strict=True)]
     with (
         patch("gateway.preprocess.checked_response_format", checked),
         patch.object(type(answer_format), "grammar", grammar),
         patch.object(preprocessor, "room_after", return_value=50),
+        patch.object(preprocessor, "tokenize", AsyncMock(return_value=(5,) * 10_000)),
     ):
-        for repeats in (1, 2_000):
-            schema = json.dumps({"enum": ["a" * repeats]})
-            params = SamplingParams(structured_output=StructuredOutput(GrammarKind.JSON_SCHEMA, schema))
-            take_in(preprocessor, (5,), params)
-            with patch.object(preprocessor, "tokenize", AsyncMock(return_value=(5,) * repeats)):
-                take_in(preprocessor, chat, SamplingParams())
-    assert [name.startswith("tokenizer") for name in threads] == [False, False, True, True]
+        for schema in (small, large):
+            output = StructuredOutput(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+            take_in(preprocessor, (5,), SamplingParams(structured_output=output))
+        for tool in tools:
+            take_in(preprocessor, Conversation((ChatMessage("user", "hi"),), (tool,)), SamplingParams())
+    assert [name.startswith("tokenizer") for name in threads] == [False, True, False, False, True]
+
+
+def test_only_schemas_that_calls_must_match_make_a_grammar_costly() -> None:
+    tools = (Tool("f", None, {"enum": ["a" * 5_000]}), Tool("g", None, {"enum": ["a" * 5_000]}, strict=True))
+
+    def cost(use: ToolUse, *tools: Tool) -> int:
+        return Conversation((), tools, ToolChoice(use)).grammar_cost
+
+    for tool, use, least in (
+        (tools[0], ToolUse.AUTO, 250),
+        (tools[0], ToolUse.REQUIRED, 5_000),
+        (tools[1], ToolUse.AUTO, 5_000),
+    ):
+        assert least <= cost(use, tool) < least + 100
+    assert cost(ToolUse.NONE, *tools) == cost(ToolUse.REQUIRED) == 0
 
 
 def test_a_conversation_is_rendered_with_the_models_own_template(preprocessor: Preprocessor) -> None:
