@@ -158,20 +158,17 @@ def spaced(source: str) -> str:
 
 def with_limited_spaces(response_format: StructuredOutput) -> StructuredOutput:
     """The response format, with ANSWER_SPACING if it is a JSON schema. A text that would become too long stays."""
+    text = response_format.source.rstrip(" \t\r\n")
     try:
-        is_schema = response_format.kind is GrammarKind.JSON_SCHEMA and isinstance(
-            json.loads(response_format.source), dict
-        )
+        is_schema = response_format.kind is GrammarKind.JSON_SCHEMA and isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         is_schema = False  # the compiler says what is wrong
-    if not is_schema:
-        return response_format
-    inside = response_format.source.rstrip()[:-1]
+    inside = text[:-1]
     comma = "" if inside.strip() == "{" else ","
     source = f'{inside}{comma}"{SPACING_KEY}":{json.dumps(ANSWER_SPACING)}}}'
-    return (
-        response_format if len(source) > MAX_GRAMMAR_CHARACTERS else replace(response_format, source=source)
-    )
+    if not is_schema or len(source) > MAX_GRAMMAR_CHARACTERS:
+        return response_format
+    return replace(response_format, source=source)
 
 
 def checked_response_format(response_format: StructuredOutput) -> StructuredOutput:

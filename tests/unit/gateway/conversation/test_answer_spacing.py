@@ -42,12 +42,21 @@ def test_spaces_and_line_ends_come_to_an_end(space: str) -> None:
         assert not accepts("{}", before + space * 129 + after)
 
 
+def test_the_limit_is_as_documented() -> None:
+    for allowed in (" " * 128, " " * 8 + "\n\r\n" + "\t" * 128):
+        assert accepts("{}", f'{{{allowed}"a": 1}}')
+    for refused in (" " * 129, " " * 9 + "\n", "\n\n\n", "\n \n", "\n" + " " * 129):
+        assert not accepts("{}", f'{{{refused}"a": 1}}')
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "[]",
         '{"type":',
         '{"type": "object"',
+        '{"type": "object"}\u00a0',
+        '{"type": "object"}\f',
         '{"a": {"b": 1}',
         '{"enum": ["' + "x" * (MAX_GRAMMAR_CHARACTERS - 40) + '"]}',
     ],
