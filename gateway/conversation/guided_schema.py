@@ -322,7 +322,8 @@ def _is_idle(key: str, value: Any) -> bool:
     if key == "format":
         return not isinstance(value, str) or value not in FORMATS
     if key == "propertyNames":
-        return value is True or value in ({}, {"type": "string"})  # Zod writes the latter for each record
+        # Zod writes the latter for each record
+        return value is True or _guided(value, False) in ({}, {"type": "string"})
     return key in REMARKS or (key == "uniqueItems" and value is False)
 
 

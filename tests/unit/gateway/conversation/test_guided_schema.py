@@ -170,7 +170,10 @@ def test_an_answers_schema_is_the_clients_own_without_what_has_no_effect() -> No
     left = f'"properties": {{"a": {date}, "format": {{"type": "string"}}}}, "items": {{}}'
     assert json.loads(taken(f"{{{several}}}")) == json.loads(f'{{{left}, "additionalProperties": false}}')
     assert taken('{"const": "\\ud800", "format": "path"}').isascii()
-    assert taken('{"propertyNames":{"type":"string"},"title":"A"}') == "{}"
+    for name in ('{"type":"string"}', '{"type":"string","description":"A"}', '{"title":"A"}', "true"):
+        assert taken(f'{{"propertyNames":{name},"title":"A"}}') == "{}"
+    for name in ('{"pattern":"a"}', "false", "1", "null", "[]"):
+        assert taken(f'{{"propertyNames":{name}}}') == f'{{"propertyNames":{name}}}'
     for unchanged in ('{"title":"A"}', '{"format": "path"', f"[{path}]", '{"x": {"format":' * 5000):
         assert taken(unchanged) == unchanged, "the compiler says what is wrong"
     assert taken(path, GrammarKind.LARK) == path
