@@ -266,6 +266,10 @@ class RankGroup:
     def _wait_for_failure(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, EXPLANATION_TIMEOUT_S)
+            if any(link.has_failed for link in self._links):  # a report counts only after `_is_other_lost`
+                self._changed.wait_for(
+                    lambda: self._failure is not None or self._stopping.is_set(), STOP_TIMEOUT_S
+                )
 
     def _handle(self, link: RankLink, message: FromRank | None) -> None:
         """Handles a message of a rank; runs on the link's thread."""

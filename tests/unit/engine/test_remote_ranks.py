@@ -1,12 +1,15 @@
 """How the engine handles failing ranks; ranks as processes: tests/integration/test_ranks.py."""
 
+import threading
 from typing import cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from engine.pipeline import DeviceLostError, StreamPipeline
-from engine.ranks.group import RankGroup
+from engine.ranks.group import RankGroup, RankLink
+from engine.ranks.messages import StepFailed
 from engine.ranks.remote import RankedPipeline
 from engine.step_failures import FailStop
 from tests.factories.engine import StepHook, make_core, make_engine_request
@@ -65,3 +68,20 @@ def test_no_step_follows_one_that_failed_on_rank_0(monkeypatch: pytest.MonkeyPat
         core.step()
     core.close()
     group.stop()
+
+
+def test_a_report_that_arrived_in_time_explains_rank_0s_failure_though_it_counts_only_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.ranks.group.EXPLANATION_TIMEOUT_S", 0.01)
+    group = RankGroup([], 60.0, lambda: None, lambda: None)
+    first, second = (MagicMock(RankLink, rank=rank, has_failed=False, is_lost=False) for rank in (1, 2))
+    first.process = second.process = MagicMock()
+    group._links = [first, second]
+    reporting = threading.Thread(target=group._handle, args=(first, StepFailed(7, "the device is on fire")))
+    reporting.start()
+    while not first.has_failed:
+        assert reporting.is_alive()
+    reason = "rank 1 failed to compute step 7: the device is on fire"
+    assert group.explain(7, RuntimeError("all_reduce failed")) == reason
+    reporting.join()
