@@ -154,6 +154,8 @@ class RankGroup:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failure: Exception | None = None
+        self._first_report: Exception | None = None
+        """Of a failed step. Later reports follow from it."""
         self._is_serving = False
         self._stopping = threading.Event()
         self._links: list[RankLink] = []
@@ -266,7 +268,7 @@ class RankGroup:
     def _wait_for_failure(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, EXPLANATION_TIMEOUT_S)
-            if any(link.has_failed for link in self._links):  # a report counts only after `_is_other_lost`
+            if self._first_report is not None:  # it counts only after `_is_other_lost`
                 self._changed.wait_for(
                     lambda: self._failure is not None or self._stopping.is_set(), STOP_TIMEOUT_S
                 )
@@ -294,9 +296,13 @@ class RankGroup:
             case StartFailed(kind, error):
                 self._fail(_start_error(link.rank, kind, error))
             case StepFailed(step, error):
-                link.has_failed = True
+                with self._changed:
+                    link.has_failed = True
+                    if self._first_report is None:
+                        how = f"rank {link.rank} failed to compute step {step}: {error}"
+                        self._first_report = RuntimeError(how)
                 if not self._is_other_lost(link):
-                    self._fail(RuntimeError(f"rank {link.rank} failed to compute step {step}: {error}"))
+                    self._fail(self._first_report)
             case RankFailed(error):
                 how = f"rank {link.rank} failed: {error}"
                 self._fail(RuntimeError(how) if self._is_serving else ClusterError(how))

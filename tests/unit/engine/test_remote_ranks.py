@@ -40,6 +40,15 @@ class Device:
         return ModelRunnerOutput({"a": [0]})
 
 
+def three_ranks() -> tuple[RankGroup, MagicMock, MagicMock]:
+    """Rank 0's group, and the links to ranks 1 and 2, which have no processes."""
+    group = RankGroup([], 60.0, lambda: None, lambda: None)
+    first, second = (MagicMock(RankLink, rank=rank, has_failed=False, is_lost=False) for rank in (1, 2))
+    first.process = second.process = MagicMock()
+    group._links = [first, second]
+    return group, first, second
+
+
 def test_no_token_comes_of_a_step_that_another_rank_left() -> None:
     group = Group()
     pipeline = RankedPipeline(StreamPipeline(Device()), cast("RankGroup", group))
@@ -74,14 +83,32 @@ def test_a_report_that_arrived_in_time_explains_rank_0s_failure_though_it_counts
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.ranks.group.EXPLANATION_TIMEOUT_S", 0.01)
-    group = RankGroup([], 60.0, lambda: None, lambda: None)
-    first, second = (MagicMock(RankLink, rank=rank, has_failed=False, is_lost=False) for rank in (1, 2))
-    first.process = second.process = MagicMock()
-    group._links = [first, second]
+    group, first, _ = three_ranks()
     reporting = threading.Thread(target=group._handle, args=(first, StepFailed(7, "the device is on fire")))
     reporting.start()
-    while not first.has_failed:
+    while group._first_report is None:
         assert reporting.is_alive()
     reason = "rank 1 failed to compute step 7: the device is on fire"
     assert group.explain(7, RuntimeError("all_reduce failed")) == reason
     reporting.join()
+
+
+def test_the_rank_that_reports_first_is_named_though_another_ones_report_counts_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, first, second = three_ranks()
+    may_count = threading.Event()
+
+    def is_other_lost(group: RankGroup, link: RankLink) -> bool:
+        return link is first and not may_count.wait(60.0)
+
+    monkeypatch.setattr(RankGroup, "_is_other_lost", is_other_lost)
+    reporting = threading.Thread(target=group._handle, args=(first, StepFailed(7, "the device is on fire")))
+    reporting.start()
+    while group._first_report is None:
+        assert reporting.is_alive()
+    group._handle(second, StepFailed(7, "all_reduce failed"))
+    may_count.set()
+    reporting.join()
+    with pytest.raises(RuntimeError, match=r"^rank 1 failed to compute step 7: the device is on fire$"):
+        group.check()
