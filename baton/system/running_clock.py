@@ -17,13 +17,14 @@ class RunningClock:
         """When `look` was last called, and the total standstill until then; replaced whole."""
 
     def look(self) -> None:
-        now = self._clock.now()
-        self._looked = now, self._stood_s(now)
+        self._looked = self._measure()
 
     def now(self) -> float:
-        now = self._clock.now()
-        return now - self._stood_s(now)
+        now, stood_s = self._measure()
+        return now - stood_s
 
-    def _stood_s(self, now: float) -> float:
-        looked_at, stood_s = self._looked
-        return stood_s + max(0.0, now - looked_at - self._pace_s)
+    def _measure(self) -> tuple[float, float]:
+        """The time now, and the total standstill until now."""
+        looked_at, stood_s = self._looked  # before `now`: the process may stand still in between
+        now = self._clock.now()
+        return now, stood_s + max(0.0, now - looked_at - self._pace_s)

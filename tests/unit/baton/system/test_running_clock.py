@@ -34,6 +34,29 @@ def test_a_standstill_counts_as_one_pace_before_and_after_the_next_look() -> Non
     assert running.now() == pytest.approx(1.0 + 2 * PACE_S)
 
 
+def test_it_never_runs_backwards_even_if_the_process_stands_still_within_a_call() -> None:
+    class StoppedClock(VirtualClock):
+        """The process is stopped after the next reading; the watch runs first afterwards."""
+
+        is_stopped = False
+
+        def now(self) -> float:
+            now = super().now()
+            if self.is_stopped:
+                self.is_stopped = False
+                self.advance(40.0)
+                running.look()
+            return now
+
+    clock = StoppedClock()
+    running = RunningClock(clock, PACE_S)
+    clock.advance(1.0)
+    running.look()
+    clock.is_stopped = True
+    assert running.now() == pytest.approx(1.0)
+    assert running.now() == pytest.approx(1.0 + PACE_S)
+
+
 def test_c54_a_step_in_which_the_process_stood_still_does_not_raise_the_limit_of_a_hang() -> None:
     clock = VirtualClock()
     running = RunningClock(clock, PACE_S)
