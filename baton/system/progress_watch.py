@@ -46,7 +46,7 @@ class ProgressWatch:
         on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_hang` is called once, on the watch's thread, and must not block; `end` follows `last_words_s` later.
-        `on_look` is called at each look, on the same thread.
+        `on_look` is called by `start`, and then at each look, on the watch's thread.
         """
         self._observer = ProgressObserver(observed, PACE_S)
         self._on_look = on_look
@@ -59,6 +59,7 @@ class ProgressWatch:
         self.hang: str | None = None
 
     def start(self) -> None:
+        self._on_look()
         self._thread.start()
 
     def stop(self) -> None:

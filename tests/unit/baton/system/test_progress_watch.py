@@ -7,7 +7,8 @@ import pytest
 
 from baton.clock import Clock, SystemClock
 from baton.system.progress import Progress
-from baton.system.progress_watch import ProgressWatch
+from baton.system.progress_watch import PACE_S, ProgressWatch
+from baton.system.running_clock import RunningClock
 
 LIMIT_S = 0.2
 
@@ -62,6 +63,19 @@ def test_a_standstill_of_the_process_is_logged(caplog: pytest.LogCaptureFixture)
         time.sleep(0.1)
     watched.watch.stop()
     assert not watched.reported.is_set()
+
+
+def test_the_clock_of_steps_runs_from_the_start_of_the_watch_though_it_was_made_long_before() -> None:
+    """A worker makes it before the other ranks are connected."""
+    clock = JumpingClock()
+    running = RunningClock(clock, PACE_S)
+    clock.ahead_s += 1000.0
+    watch = ProgressWatch((), clock, lambda: None, on_look=running.look)
+    watch.start()
+    began_s = running.now()
+    clock.ahead_s += PACE_S / 2
+    assert running.now() - began_s >= PACE_S / 2
+    watch.stop()
 
 
 def test_an_idle_worker_is_left_alone() -> None:
