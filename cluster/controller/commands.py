@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _NUM_ENDED = 8
 """How many ended rollouts are kept, for callers that still request the last steps."""
 
+_NUM_GONE = 100
+"""How many nodes that drained and are gone are remembered."""
+
 
 class Rollouts:
     """Begins rollouts and returns their steps; a caller may ask for the same step more than once."""
@@ -128,14 +131,24 @@ def _log_error(change: asyncio.Task[None]) -> None:
 
 
 class DrainingNodes:
-    """Remembers which nodes drain, for as long as these nodes live. Belongs to a controller's event loop."""
+    """Remembers which nodes drain, and the last of those that are gone, since their commands may be repeated.
+
+    Belongs to a controller's event loop.
+    """
 
     def __init__(self, launcher: Launcher, supervisors: Callable[[], Iterable[Supervisor]]) -> None:
         self.names: tuple[str, ...] = ()
-        """The names of draining nodes; names of nodes are unique."""
+        """The names of draining nodes; names of nodes are unique. A node that has died stays until the next command."""
+        self._gone: tuple[str, ...] = ()
+        """The names of nodes that drained before and are gone, and of earlier nodes with the addresses of commands."""
         self._launcher = launcher
         self._supervisors = supervisors
         self._moving: set[asyncio.Task[None]] = set()
+
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """What the next controller needs to `resume`."""
+        return (*self._gone, *self.names)
 
     def resume(self, names: Iterable[str]) -> None:
         """Continues the draining that a former controller began, without waiting for it."""
@@ -146,28 +159,29 @@ class DrainingNodes:
         """Marks the nodes of this address or name as draining, and returns the names of the nodes to empty.
 
         If one of these nodes is Ray's head, the result contains all draining nodes: they must all be empty before the
-        head may end, since no worker can drain without the head. A node that was marked before may be gone by now.
+        head may end, since no worker can drain without the head. A node that was marked before may be gone by now,
+        unless another node has had its address since.
         Raises FleetError if no node has this address or name, or if the fleet has no other node.
         """
         listed = await self._launcher.nodes()
-        alive = [known for known in listed if known.is_alive]
-        here = [known for known in alive if node in (known.name, known.address)]
-        named = {node, *(known.name for known in listed if known.address == node)}
-        if not here and (gone := named.intersection(self.names)):
+        alive = {known.name: known for known in listed if known.is_alive}
+        named = [known.name for known in listed if node in (known.name, known.address)]
+        here = [name for name in named if name in alive]
+        gone = named or [node]
+        if not here and set(self.remembered).issuperset(gone):
             return tuple(gone)
         if not here:
             raise FleetError(
-                f"no node of the fleet has the address or name {node!r}; its nodes are: {_text(alive)}"
+                f"no node of the fleet has the address or name {node!r}; its nodes are: {_text(alive.values())}"
             )
         if len(here) == len(alive):
             raise FleetError(f"node {node} is the fleet's only node; end the fleet instead")
-        # Also nodes that are gone, as long as Ray lists them: their command may be repeated.
-        still_draining = [known.name for known in listed if known.name in self.names]
-        names = [known.name for known in here]
-        self._mark(dict.fromkeys([*still_draining, *names]))
-        if any(known.is_head for known in here):
-            return tuple(known.name for known in alive if known.name in self.names)
-        return tuple(names)
+        known_names = dict.fromkeys([*self.remembered, *named])
+        self._gone = tuple(name for name in known_names if name not in alive)[-_NUM_GONE:]
+        self._mark(name for name in known_names if name in alive)
+        if any(alive[name].is_head for name in here):
+            return self.names
+        return tuple(here)
 
     async def empty(self, here: Sequence[str], timeout_s: float) -> None:
         """Returns once these nodes have no workers.

@@ -164,7 +164,7 @@ class Controller:
         after `timeout_s`; draining then continues.
         """
         here = await self._draining_nodes.mark(node)
-        self._desired.draining_nodes = self._draining_nodes.names
+        self._desired.draining_nodes = self._draining_nodes.remembered
         self._save()
         await self._draining_nodes.empty(here, timeout_s)
 

@@ -33,7 +33,7 @@ class DesiredFleet:
     replicas: dict[str, DesiredReplica] = field(default_factory=dict)
     num_names: int = 0
     draining_nodes: tuple[str, ...] = ()
-    """Nodes on which no worker is placed any more."""
+    """Nodes on which no worker is placed any more; some are gone."""
 
     @classmethod
     def of(cls, config: ClusterConfig) -> "DesiredFleet":

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ClusterError, FleetError
-from cluster.controller.desired import InMemoryStore
+from cluster.controller.desired import DesiredFleet, InMemoryStore
 from cluster.controller.launcher import NodeDrains
 from tests.factories.fleet import FakeIncarnation, FakeLauncher, FleetUnderTest, fleet, fleet_config
 from tests.factories.virtual_loop import in_virtual_time, virtual_loop
@@ -285,8 +285,43 @@ async def test_a_command_that_is_sent_again_ends_though_its_node_has_died_and_an
         await all_serve_on(tested, "n2")
         launcher.lost.add("n1")
         await tested.controller.drain_node("n2", 10.0)
+        assert launcher.avoided == ("n2",)
         await tested.controller.drain_node(node, 10.0)
         await all_serve_on(tested, "n3")
+
+
+async def test_only_the_last_nodes_that_drained_and_died_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cluster.controller.commands._NUM_GONE", 2)
+    launcher, store = two_nodes(), InMemoryStore()
+    launcher.addresses |= {f"n{n}": f"10.0.0.{n}" for n in range(3, 6)}
+    async with fleet(fleet_config(), launcher, store) as tested:
+        for n in range(1, 5):
+            await all_serve_on(tested, f"n{n}")
+            await tested.controller.drain_node(f"n{n}", 10.0)
+            assert launcher.avoided == (f"n{n}",)
+            launcher.lost.add(f"n{n}")
+        assert DesiredFleet.from_json(store.load() or b"").draining_nodes == ("n2", "n3", "n4")
+        await tested.controller.drain_node("n2", 10.0)
+        with pytest.raises(FleetError, match="no node of the fleet has the address or name 'n1'"):
+            await tested.controller.drain_node("n1", 10.0)
+
+
+async def test_a_node_that_died_without_a_drain_is_not_taken_for_an_earlier_one_with_its_address() -> None:
+    launcher = two_nodes()
+    launcher.addresses = {"n0": "10.0.0.1", **launcher.addresses}
+    launcher.lost.add("n0")
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        await tested.controller.drain_node("10.0.0.1", 10.0)
+        launcher.lost.add("n1")
+        await tested.controller.drain_node("10.0.0.1", 10.0)
+        launcher.addresses["n3"] = "10.0.0.1"
+        launcher.lost.add("n3")
+        with pytest.raises(FleetError, match="no node of the fleet has the address or name"):
+            await tested.controller.drain_node("10.0.0.1", 10.0)
+        await tested.controller.drain_node("n1", 10.0)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
