@@ -342,6 +342,7 @@ class Controller:
         if (task := self._tasks.pop(name, None)) is None:
             return
         await end_tasks(task)
+        self._launcher.forget(name)
         supervisor = self._supervisors.pop(name)
         del self._desired.replicas[name]
         self._save()

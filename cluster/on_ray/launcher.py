@@ -52,14 +52,17 @@ class RayLauncher:
         self._incarnations: list[RayIncarnation] = []
         """The incarnations of all workers. A worker may have two of them, if the next one starts while the present one
         serves."""
-        self._failed_on: dict[str, str | None] = {}
-        """Where the last incarnation of a worker failed to start, by worker name: the ids of nodes."""
+        self._failed_on: dict[str, set[str]] = {}
+        """Where the last incarnations of a worker failed to start, by worker name: the ids of nodes."""
 
     async def place(self, name: str, role: WorkerRole, number: int) -> RayIncarnation:
         rooms = await self._rooms()
         self._forget_ended()
         bundle, labels = bundle_of(self._config, role), labels_of(self._config, role)
-        target = choose_node(bundle, labels, rooms, self._failed_on.get(name))
+        failed_on = self._failed_on.get(name, set())
+        target = choose_node(bundle, labels, rooms, failed_on)
+        if target in failed_on:  # no other node is left
+            failed_on.clear()
         avoided = [room.node_id for room in rooms if room.is_draining]
         title = Title(name, number, self._fleet)
         incarnation = RayIncarnation(title, self._create_actor(title, role, target, avoided), target)
@@ -103,6 +106,10 @@ class RayLauncher:
     def avoid(self, nodes: Sequence[str]) -> None:
         self._avoided = tuple(nodes)
 
+    def forget(self, name: str) -> None:
+        self._forget_ended()
+        self._failed_on.pop(name, None)
+
     async def nodes(self) -> tuple[NodeDescription, ...]:
         nodes = await asyncio.to_thread(ray.nodes)
         return tuple(self._describe(node) for node in nodes)
@@ -137,7 +144,8 @@ class RayLauncher:
         """Keeps of ended incarnations only where they failed to start."""
         for each in self._incarnations:
             if each.failed_to_start:
-                self._failed_on[each.name] = each.node_id
+                assert each.node_id is not None  # it has introduced itself
+                self._failed_on.setdefault(each.name, set()).add(each.node_id)
             elif each.is_over:
                 self._failed_on.pop(each.name, None)
         self._incarnations = self._alive

@@ -63,11 +63,11 @@ def labels_text(config: BatonConfig) -> str:
 
 
 def choose_node(
-    bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom], failed_on: str | None = None
+    bundle: Bundle, labels: Mapping[str, str], rooms: Iterable[NodeRoom], failed_on: Collection[str] = ()
 ) -> str | None:
     """The preferred node: the one with the fewest workers of the fleet, and the head only if no other node has room.
 
-    `failed_on`: the node where the worker failed to start last. Other nodes but the head are preferred to it.
+    `failed_on`: the nodes where the worker failed to start. Other nodes but the head are preferred to them.
 
     None leaves the choice to Ray: no node has room at present, or some labels are conditions, which only Ray
     understands.
@@ -77,7 +77,7 @@ def choose_node(
         for room in rooms
         if not room.is_draining and _holds(room.free, bundle) and _has(room.labels, labels)
     ]
-    fitting.sort(key=lambda room: (room.is_head, room.node_id == failed_on, room.num_workers, room.node_id))
+    fitting.sort(key=lambda room: (room.is_head, room.node_id in failed_on, room.num_workers, room.node_id))
     return fitting[0].node_id if fitting else None
 
 

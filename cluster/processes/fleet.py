@@ -170,6 +170,9 @@ class ProcessLauncher:
     def avoid(self, nodes: Sequence[str]) -> None:
         assert not nodes, "the only machine cannot drain"
 
+    def forget(self, name: str) -> None:
+        """Nothing outlives the incarnations."""
+
     async def nodes(self) -> tuple[NodeDescription, ...]:
         node = NodeDescription(
             name=socket.gethostname(),

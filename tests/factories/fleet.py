@@ -206,6 +206,7 @@ class FakeLauncher:
         self.lost: set[str] = set()
         """The nodes of these that have died. Ray lists them for a while."""
         self.avoided: tuple[str, ...] = ()
+        self.forgotten: list[str] = []
         self.prepare = prepare
 
     def latest(self, name: str) -> FakeIncarnation:
@@ -233,6 +234,10 @@ class FakeLauncher:
 
     def avoid(self, nodes: Sequence[str]) -> None:
         self.avoided = tuple(nodes)
+
+    def forget(self, name: str) -> None:
+        assert not any(incarnation.name == name for incarnation in self.alive)
+        self.forgotten.append(name)
 
     async def nodes(self) -> tuple[NodeDescription, ...]:
         return tuple(

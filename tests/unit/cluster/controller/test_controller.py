@@ -142,6 +142,7 @@ async def test_c50_a_drained_worker_gives_away_what_it_has_and_leaves_for_good()
         await draining
         assert incarnation.commands == ["drain 0.5", "stop 5"]
         assert set(await tested.all_serve(2)) == set(await tested.states()) == {"w0", "w2"}
+        assert tested.launcher.forgotten == ["w1"]
         await tested.controller.drain("w1")  # as a caller that missed the first answer does
         with pytest.raises(FleetError, match="there is no worker 'w9'; the fleet has w0, w2"):
             await tested.controller.drain("w9")

@@ -157,11 +157,12 @@ def test_a_node_that_leaves_takes_nothing_whatever_room_it_has() -> None:
     assert choose_node({"CPU": 2.0}, {}, [leaving, staying]) is None
 
 
-def test_another_node_is_preferred_to_the_one_where_the_worker_failed_to_start() -> None:
+def test_another_node_is_preferred_to_those_where_the_worker_failed_to_start() -> None:
     rooms = [room("a"), room("b", 3), room("c", head=True)]
-    assert choose_node({"CPU": 1.0}, {}, rooms, failed_on="a") == "b"
-    assert choose_node({"CPU": 1.0}, {}, rooms, failed_on="b") == "a"
-    assert choose_node({"CPU": 1.0}, {}, [rooms[0], rooms[2]], failed_on="a") == "a", "the head last"
+    assert choose_node({"CPU": 1.0}, {}, rooms, failed_on={"a"}) == "b"
+    assert choose_node({"CPU": 1.0}, {}, rooms, failed_on={"b"}) == "a"
+    assert choose_node({"CPU": 1.0}, {}, [rooms[0], rooms[2]], failed_on={"a"}) == "a", "the head last"
+    assert choose_node({"CPU": 1.0}, {}, [*rooms, room("d", 4)], failed_on={"a", "b"}) == "d"
 
 
 def node(host: str, cpus: float, *, is_draining: bool = False, **labels: str) -> NodeRoom:

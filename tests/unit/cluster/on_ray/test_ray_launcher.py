@@ -118,6 +118,29 @@ async def test_a_worker_that_failed_to_start_on_a_node_is_tried_on_another_one(
     assert targets == ["n0", "n0", "n1", "n0"], "n1 has more workers"
 
 
+async def test_a_worker_that_fails_to_start_tries_each_node_before_it_tries_one_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, launcher = Nodes(monkeypatch, 9.0, num_cores=4), make_launcher(prefill=1, decode=3)
+    nodes.hosts = {"n0": "a", "n1": "b", "n2": "c"}
+    room = {node: {"CPU": 9.0} for node in nodes.hosts}
+    monkeypatch.setattr(module, "available_resources_per_node", lambda: room)
+    nodes.goes_to = "n2@c"
+    await launcher.place("w0", P, 1)
+
+    def create(_title: Title, _role: WorkerRole, target: str, _avoided: object) -> None:
+        targets.append(target)
+        nodes.goes_to = f"{target}@{nodes.hosts[target]}"
+
+    targets: list[str] = []
+    monkeypatch.setattr(launcher, "_create_actor", create)
+    for number in range(1, 8):
+        await (await launcher.place("w1", D, number)).stop(0.0)
+    assert targets == ["n0", "n1", "n2", "n0", "n1", "n2", "n0"]
+    launcher.forget("w1")
+    assert launcher._failed_on == {}
+
+
 async def test_a_worker_that_ray_places_on_a_node_that_drains_by_then_has_not_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
