@@ -53,7 +53,7 @@ class Introduce(ControlRequest[Introduction]):
 
 @dataclass(frozen=True, slots=True)
 class StartWorker(ControlRequest[WorkerEndpoint]):
-    """Loads the model and binds the ports. A repeated call gets the result of the first, unless that failed."""
+    """Loads the model and binds the ports. A repeated call gets the result or the error of the first."""
 
     share: CpuShare | None
     """The worker's CPU share; None on a GPU."""
@@ -94,6 +94,7 @@ class WorkerActor:
         self._log_download = paced(logger.info)
         self._starting = threading.Lock()
         self._endpoint: WorkerEndpoint | None = None
+        self._start_error: Exception | None = None
 
     def call(self, frame: bytes) -> bytes:
         """The reply to a control call."""
@@ -104,8 +105,7 @@ class WorkerActor:
             case Introduce():
                 return self._introduce()
             case StartWorker():
-                with self._starting:
-                    return self._endpoint or self._start(request.share)
+                return self._start_once(request.share)
             case WaitProgress():
                 return LatestProgress(self._progress.take_newest())
             case StopWorker():
@@ -118,6 +118,16 @@ class WorkerActor:
             return introduction_here()
         status = self._worker.status()
         return replace(introduction_here(), endpoint=replace(self._endpoint, role=status.role), status=status)
+
+    def _start_once(self, share: CpuShare | None) -> WorkerEndpoint:
+        with self._starting:
+            if self._start_error is not None:
+                raise self._start_error
+            try:
+                return self._endpoint or self._start(share)
+            except Exception as error:
+                self._start_error = error
+                raise
 
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here

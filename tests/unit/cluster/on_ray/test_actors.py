@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from baton.config import BatonConfig, NetworkConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
 from baton.system.curve import derive_keys
 from baton.system.secret import SECRET_VARIABLE
 from baton.worker import StartProgress, WorkerRole
@@ -108,3 +108,15 @@ def test_a_repeated_start_waits_for_the_first_and_has_its_result(
         may_load.set()
         assert [start.result(60) for start in starts] == [endpoint, endpoint]
     assert num_loads == 1
+
+
+def test_a_repeated_start_fails_as_the_first_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to the first may be lost. Its worker has closed the stream of progress."""
+    monkeypatch.setattr("cluster.on_ray.actors.write_logs", lambda *_, **__: None)
+    actor = WorkerActor(BatonConfig(), "", tmp_path, WorkerRole.DECODE, "w0")
+    load = Mock(side_effect=[ModelError("no config.json"), Mock()])
+    monkeypatch.setattr(actor, "_start", load)
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"^no config\.json$"):
+            actor._answer(StartWorker(None))
+    load.assert_called_once()
