@@ -33,7 +33,10 @@ class Output:
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """Writes to stdout in the body, and at its end or exit, raise OutputError and BrokenPipeError."""
+    """A write to stdout in the body that fails raises OutputError or BrokenPipeError, and so does the flush at the end.
+
+    Also after SystemExit, stdout is flushed.
+    """
     with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
         try:
             yield
