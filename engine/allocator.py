@@ -18,6 +18,7 @@ _KEEP_BYTES = 2**30
 _GROW_BYTES = 64 * 2**20
 
 RETURN_EVERY_BYTES = 64 * 2**20
+"""How much a model's loading reads between two returns of freed memory: so much may be held in vain."""
 
 
 def keep_freed_memory() -> bool:

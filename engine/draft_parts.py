@@ -85,7 +85,7 @@ def load_draft(
     if draft.max_model_len < longest:
         logger.warning(
             "speculation.draft_model: %s was made for %d tokens, but a request may have %d; its guesses beyond %d "
-            "tokens are rarely right, and save no time",
+            "tokens are rarely right, and save no time; use another draft model, or lower scheduler.max_model_len",
             *(path, draft.max_model_len, longest, draft.max_model_len),
         )
     return Draft(draft, shares_kv=False, speculation=speculation)

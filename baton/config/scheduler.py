@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from baton.config.section import Section
+from baton.kv import MAX_BLOCK_SIZE
 
 
 class SchedulerConfig(Section):
@@ -51,7 +52,7 @@ class SchedulerConfig(Section):
     back."""
     num_swap_blocks: int | None = Field(None, ge=1)
     """Blocks in host memory for `swap`. If unset: as many as `engine.swap_space_mib` holds."""
-    block_size: int = Field(16, ge=1)
+    block_size: int = Field(16, ge=1, le=MAX_BLOCK_SIZE)
     """Tokens in one KV block. Default on a GPU: 64."""
     num_blocks: int | None = Field(None, ge=2)
     """Blocks of the pool, the null block included. If unset: as many as fit into the engine's memory."""

@@ -190,7 +190,10 @@ def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
         end = first
         for name, entry in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
             if entry.offset != end:
-                raise ValueError(f"tensor {name} begins at byte {entry.offset:,}, but should at byte {end:,}")
+                raise ValueError(
+                    f"tensor {name} begins at byte {entry.offset:,} of the file, but should begin at byte {end:,}; "
+                    "download the file again"
+                )
             end += entry.num_bytes
         if end != size:
             raise ValueError(

@@ -61,7 +61,8 @@ LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 UPPER_BOUNDS = ("maximum", "exclusiveMaximum")
 LEAST_STEP = 1e-40
 """The step from 0 to the next number. A grammar has no room for many more digits."""
-MAX_EDGE = 2**50  # from here on, four steps of a float are 1 or more
+MAX_EDGE = 2**50
+"""From this number on, four steps of a float are 1 or more."""
 
 _OPENING = frozenset(
     "additionalProperties patternProperties unevaluatedProperties allOf anyOf oneOf $ref if not".split()  # noqa: SIM905

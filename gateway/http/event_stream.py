@@ -18,8 +18,8 @@ Ping = Callable[[], bytes]
 
 
 def blank_lines() -> bytes:
-    """A ping that every client ignores. A comment would not do: the load generators of vLLM, SGLang and llmperf join it
-    to the next event, or parse it as JSON, and count the request as failed."""
+    """A ping that clients ignore. A comment would not do: the load generators of vLLM, SGLang and llmperf join it to
+    the next event, or parse it as JSON, and count the request as failed."""
     return b"\n\n"
 
 

@@ -16,6 +16,7 @@ from baton.worker import WorkerRole
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
+        ({"scheduler": {"block_size": 2**20 + 1}}, "scheduler.block_size: got 1048577"),
         ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: got 0"),
         (
             {"scheduler": {"policy": "lifo"}},

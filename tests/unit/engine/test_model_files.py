@@ -9,8 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ModelError
-from engine.loading.model_files import gguf_file, indexed_files, read_safetensors_header, stored_tensors
-from engine.loading.safetensors_index import CheckpointIndex, open_safetensors
+from engine.loading.model_files import (
+    VALUE_BYTES,
+    gguf_file,
+    indexed_files,
+    read_safetensors_header,
+    stored_tensors,
+)
+from engine.loading.safetensors_index import CODES, DTYPES, CheckpointIndex, open_safetensors
 from engine.model_config import read_json
 
 FILES = ["README.md", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "sub/m-BF16.gguf", "mmproj-m-F16.gguf"]
@@ -195,10 +201,10 @@ def test_a_damaged_header_names_its_file(tmp_path: Path, content: bytes) -> None
 @pytest.mark.parametrize(
     ("ranges", "problem"),
     [
-        (((0, 8), (4, 12)), "tensor b begins at byte 204, but should at byte 208"),
-        (((0, 8), (0, 8)), "tensor a begins at byte 200, but should at byte 208"),
-        (((0, 8), (12, 20)), "tensor b begins at byte 212, but should at byte 208"),
-        (((8, 16), (16, 24)), "tensor a begins at byte 208, but should at byte 200"),
+        (((0, 8), (4, 12)), "tensor b begins at byte 204 of the file, but should begin at byte 208"),
+        (((0, 8), (0, 8)), "tensor a begins at byte 200 of the file, but should begin at byte 208"),
+        (((0, 8), (12, 20)), "tensor b begins at byte 212 of the file, but should begin at byte 208"),
+        (((8, 16), (16, 24)), "tensor a begins at byte 208 of the file, but should begin at byte 200"),
         (((0, 8), (8, 20)), "a tensor of type F32 and shape [2] has 12 bytes"),
     ],
 )
@@ -214,3 +220,8 @@ def test_tensors_that_overlap_or_leave_bytes_out_are_refused(
         read_safetensors_header(file)
     with pytest.raises(ModelError, match="is not a readable safetensors file"):
         open_safetensors(file)
+
+
+def test_the_bytes_of_every_type_that_is_read_are_known() -> None:
+    sizes = {name: dtype.itemsize for name, dtype in (DTYPES | CODES).items()}
+    assert sizes == VALUE_BYTES
