@@ -107,7 +107,8 @@ async def test_a_worker_that_fell_silent_is_dead_unless_its_controller_knows_mor
 
 async def test_a_worker_that_was_never_heard_starts_at_first_and_then_is_dead(folder: Path) -> None:
     control = FakeFleetControl(fleet_of(replica("w1", state=ReplicaState.SERVING)))
-    async with gateway_with(folder, {}, {}, control=control, network=IMPATIENT) as under_test:
+    network = IMPATIENT.model_copy(update={"peer_timeout_s": 5.0})  # the first description may take a second
+    async with gateway_with(folder, {}, {}, control=control, network=network) as under_test:
         mute = under_test.add("w1", silent)
         mute.stop()
         (worker,) = (await under_test.client.describe())["workers"]
