@@ -240,3 +240,45 @@ async def test_messages_are_joined_for_a_template_in_which_roles_must_alternate(
         answer = await client.post("/v1/chat/completions", json=refused)
         assert answer.status_code == 400
         assert "roles must alternate" in answer.text
+
+
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": []}, {"content": ""}])
+async def test_results_and_answers_without_a_text(tmp_path: Path, empty: dict[str, Any]) -> None:
+    """go-openai leaves out an empty text. LangChain and Zed send an empty list if a tool returns nothing."""
+    folder = make_tokenizer_dir(tmp_path, TEMPLATES["hermes"])
+    call = {"id": "a", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+    turns = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a"} | empty,
+        {"role": "assistant"} | empty,
+    ]
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_model_len=1024) as under_test,
+        under_test.http() as client,
+    ):
+        body = {"model": "tiny", "messages": [*HELLO, *turns, *HELLO]}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        request = await under_test.workers["d0"].next_request()
+    hello = "<|im_start|>user\nHello<|im_end|>\n"
+    assert (
+        f"</tool_call><|im_end|>\n<|im_start|>tool\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n{hello}"
+        in (prompt_of(request))
+    )
+
+
+async def test_a_result_without_parts_in_the_responses_api(tmp_path: Path) -> None:
+    """As Vercel's AI SDK sends it if an MCP server returns nothing."""
+    folder = make_tokenizer_dir(tmp_path, TEMPLATES["hermes"])
+    turns = [
+        {"type": "function_call", "call_id": "a", "name": "search", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": []},
+    ]
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_model_len=1024) as under_test,
+        under_test.http() as client,
+    ):
+        answer = await client.post("/v1/responses", json={"model": "tiny", "input": [*HELLO, *turns]})
+        assert answer.status_code == 200, answer.text
+        request = await under_test.workers["d0"].next_request()
+    assert "<|im_start|>tool\n<|im_end|>" in prompt_of(request)

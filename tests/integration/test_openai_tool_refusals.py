@@ -105,7 +105,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("messages.0.tool_calls.0.type", {"messages": [asks(call(type="custom"))]}, "got 'custom'"),
     ("messages.0.tool_calls.0.function", {"messages": [asks({"id": "a", "type": "function"})]}, "missing"),
     ("messages.0.tool_calls", {"messages": [asks(*[call()] * 129)]}, "at most 128"),
-    ("messages.0.content", {"messages": [asks()]}, "required without tool_calls"),
     (
         "messages.0.content.0.type",
         {"messages": [asks(content=[{"type": "refusal", "refusal": "no"}])]},

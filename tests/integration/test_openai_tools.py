@@ -295,7 +295,7 @@ async def test_an_answer_as_the_agents_sdk_for_javascript_sends_it_back(folder: 
 
 @pytest.mark.parametrize("text", ["<think>All the time", "<call "])
 async def test_a_stream_without_text_and_calls_has_an_empty_content(folder: Path, text: str) -> None:
-    """As the whole answer has. Null would be refused when the answer is sent back."""
+    """As the whole answer has."""
     async with model_says(folder, text, FinishReason.LENGTH) as (under_test, client):
         assert (await whole(client)).choices[0].message.content == ""
         *_, last, _ = await raw_events(under_test, HELLO, tools=TOOLS)

@@ -37,9 +37,9 @@ class AnswerTextPart(TextPart):
     tool_calls: list[Any] | None = None
 
 
-Parts = Annotated[list[T], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+Parts = Annotated[list[T], Field(max_length=MAX_PARTS, fail_fast=True)]
+"""Parts that are joined without separators. LangChain and Zed send an empty list if a tool returns nothing."""
 Content = str | Parts[TextPart]
-"""A text, or parts that are joined without separators."""
 
 
 Name = Annotated[
@@ -92,7 +92,9 @@ class AssistantMessage(Body):
     """An answer of the model. It may be sent back unchanged, with its empty fields."""
 
     role: Literal["assistant"]
-    content: str | Parts[AnswerTextPart] | None = Field(None, description="May be null beside tool_calls.")
+    content: str | Parts[AnswerTextPart] | None = Field(
+        None, description="Absent or null: no text. go-openai leaves out an empty text."
+    )
     tool_calls: Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     reasoning_content: str | None = Field(
         None,
@@ -117,15 +119,16 @@ class AssistantMessage(Body):
             ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
         ]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        text = "" if self.content is None else _text_of(self.content)
-        return ChatMessage("assistant", text, reasoning or None, tuple(calls), name=self.name or None)
+        return ChatMessage(
+            "assistant", _text_of(self.content), reasoning or None, tuple(calls), name=self.name or None
+        )
 
 
 class ToolMessage(Body):
     """The result of a call."""
 
     role: Literal["tool"]
-    content: Content
+    content: Content | None = Field(None, description="As in an assistant's message.")
     tool_call_id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
     name: str | None = Field(None, max_length=MAX_CALL_NAME_CHARACTERS, description="The called function.")
     type: TypeOfText = None
@@ -153,12 +156,10 @@ def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
 
 
 def _check_answer(message: AssistantMessage, path: str) -> None:
-    if message.content is None and not message.tool_calls:
-        raise InvalidRequest(f"{path}.content", "required without tool_calls")
     both = {message.reasoning, message.reasoning_content} - {None}
     if len(both) == 2:
         raise InvalidRequest(f"{path}.reasoning", "differs from reasoning_content; send one of them")
 
 
-def _text_of(content: str | Sequence[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text_of(content: str | Sequence[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())

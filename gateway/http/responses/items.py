@@ -97,7 +97,7 @@ class FunctionCallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: ItemId
-    output: str | Annotated[list[InputText], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+    output: str | Annotated[list[InputText], Field(max_length=MAX_PARTS, fail_fast=True)]
     id: ItemId | None = None
     status: Status | None = None
     caller: NotSupported = None
