@@ -5,9 +5,13 @@ several ranks  engine/ranks/processes.py: this process is rank 0, the others are
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
-from engine.build import DeviceEngine
-from engine.collectives import SINGLE_RANK, Collectives
+from baton.clock import Clock
+from baton.config import BatonConfig
+from baton.system.curve import PlaneKeys
+from engine.build import DeviceEngine, OnProgress, build_device_engine
+from engine.collectives import SINGLE_RANK
 from engine.grammars.compiler import GrammarCompiler
 from engine.pipeline import Pipeline
 from engine.ranks.processes import RankProcesses
@@ -62,14 +66,30 @@ class Executor:
         self.device_engine.free()
 
 
-def start_executor(build: Callable[[Collectives], DeviceEngine], others: RankProcesses | None) -> Executor:
-    """Builds this process' device engine while the `others` build theirs; blocks until all have loaded the model.
+def start_executor(
+    config: BatonConfig,
+    num_ranks: int,
+    kv_keys: PlaneKeys | None,
+    model_path: Path,
+    incarnation: str,
+    clock: Clock,
+    on_kv_output: Callable[[], None],
+    on_progress: OnProgress,
+) -> Executor:
+    """Builds this process' device engine while other ranks build theirs; blocks until all have loaded the model.
 
     Raises ConfigError, ModelError or ClusterError if a rank fails, after all processes of other ranks have
-    ended.
+    ended. `on_kv_output` runs on any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
     """
+    others = None
+    if num_ranks > 1:
+        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_kv_output)
     try:
-        return Executor(build(others.collectives if others else SINGLE_RANK), others)
+        collectives = others.collectives if others else SINGLE_RANK
+        device_engine = build_device_engine(
+            config, kv_keys, model_path, incarnation, collectives, clock, on_kv_output, on_progress
+        )
+        return Executor(device_engine, others)
     except BaseException:
         if others is not None:
             others.stop()

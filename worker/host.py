@@ -20,26 +20,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.clock import Clock, SystemClock
+from baton.clock import SystemClock
 from baton.config import BatonConfig, SchedulerConfig
 from baton.errors import ClusterError, FleetError, ModelError
 from baton.kv import WorkerRef
 from baton.system.addresses import listen_tcp
-from baton.system.curve import ClusterKeys, PlaneKeys
+from baton.system.curve import ClusterKeys
 from baton.system.progress import Progress
 from baton.system.progress_watch import PACE_S, ProgressWatch
 from baton.system.running_clock import RunningClock
 from baton.worker import StartProgress, WorkerEndpoint, WorkerLoad, WorkerRole, WorkerState, WorkerStatus
 from decode_worker import DecodeRole
-from engine.build import DeviceEngine, OnProgress, build_device_engine
-from engine.collectives import Collectives
 from engine.device import device_memory
 from engine.executor import Executor, start_executor
 from engine.grammars.compiler import GrammarCompiler
 from engine.lent_cpus import LendingPipeline, LentCpus
 from engine.pipeline import Pipeline
 from engine.prefill_steps import with_prefill_steps
-from engine.ranks.processes import RankProcesses
 from prefill_worker import PrefillRole
 from scheduler import Scheduler
 from worker.commands import CommandQueue
@@ -129,7 +126,7 @@ class EngineHost:
             config = self._config.for_worker(self._role)
             if self._role is WorkerRole.PREFILL:
                 config = with_prefill_steps(config, self._model_path)
-            executor = compose_executor(
+            executor = start_executor(
                 config,
                 self._config.num_ranks(self._role),
                 self._keys.kv,
@@ -356,28 +353,3 @@ class EngineHost:
         executor = self._parts.executor
         block_size = executor.scheduler_config.block_size
         return WorkerRef(self._name, self._incarnation, executor.kv_addresses, block_size)
-
-
-def compose_executor(
-    config: BatonConfig,
-    num_ranks: int,
-    kv_keys: PlaneKeys | None,
-    model_path: Path,
-    incarnation: str,
-    clock: Clock,
-    on_kv_output: Callable[[], None],
-    on_progress: OnProgress,
-) -> Executor:
-    """The executor, which computes steps and moves KV on every rank. Raises the same errors as `start_executor`.
-    `on_kv_output` runs on any thread, after `Executor.start`; `on_progress` reports rank 0's progress.
-    """
-
-    def build(collectives: Collectives) -> DeviceEngine:
-        return build_device_engine(
-            config, kv_keys, model_path, incarnation, collectives, clock, on_kv_output, on_progress
-        )
-
-    others = None
-    if num_ranks > 1:
-        others = RankProcesses(config, num_ranks, kv_keys, model_path, incarnation, on_kv_output)
-    return start_executor(build, others)

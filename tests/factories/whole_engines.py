@@ -15,12 +15,12 @@ from baton.config import BatonConfig
 from baton.kv import OnLoadFailure, WorkerRef
 from baton.request import EngineRequest, FinishReason, RequestOutput, TokenLogprobs
 from baton.step import ClientOutputs
+from engine.executor import start_executor
 from engine.grammars.compiler import GrammarCompiler
 from scheduler import Scheduler
 from tests.factories.hand_overs import both_ends
 from tests.factories.security import KEYS
 from worker.core import EngineCore
-from worker.host import compose_executor
 from worker.kv_connector_scheduler import KVConnectorScheduler
 
 PATIENCE_S = 60.0
@@ -80,7 +80,7 @@ class WholeEngine:
             }
         )
         incarnation = f"{name}-incarnation"
-        self.executor = compose_executor(
+        self.executor = start_executor(
             config,
             num_ranks,
             KEYS.kv,
