@@ -39,7 +39,7 @@ from worker.device_check import DeviceHealth, fault_of_device
 from worker.load import LoadMeter
 from worker.stages import StageTimer
 from worker.step_counts import PromptTokens, StepCounts
-from worker.step_trace_writer import MAX_WAITING_IDS, QueueSnapshot, StepTraceWriter
+from worker.step_trace_writer import StepTraceWriter
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class EngineCore:
         plan = self.scheduler.schedule()
         self._stages.planned(plan)
         if self._trace is not None:
-            self._trace.planned(plan, self._queues())
+            self._trace.planned(plan, self.scheduler)
         # Before `_submit`, in which a pipeline without a thread of its own computes the step.
         under_way = (plan, *(step.plan for step in self._under_way))
         self.progress.begin(sum(each.total_num_scheduled_tokens for each in under_way))
@@ -354,16 +354,6 @@ class EngineCore:
         if self._trace is not None:
             self._trace.ended(ended)
         self._add_with_stages(ended, outputs)
-
-    def _queues(self) -> QueueSnapshot:
-        """The state of the queues after a step is planned, for people to read."""
-        counts = self.scheduler.request_counts()
-        return QueueSnapshot(
-            loading=self.scheduler.loading_ids,
-            waiting=self.scheduler.waiting_ids(MAX_WAITING_IDS),
-            num_waiting=counts.waiting,
-            num_free_blocks=self.scheduler.kv_block_counts().free,
-        )
 
     def _add_with_stages(self, latest: ClientOutputs, outputs: ClientOutputs) -> None:
         """Adds the latest outputs to `outputs`, with the stages of every request that ended."""

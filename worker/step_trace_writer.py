@@ -9,7 +9,7 @@ import contextlib
 import errno
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +18,7 @@ from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.request import FinishReason
 from baton.step import ClientOutputs, SchedulerOutput
+from scheduler import Scheduler
 from worker.step_trace import (
     Share,
     StepTrace,
@@ -34,27 +35,6 @@ MAX_WAITING_IDS = 32
 """How many waiting requests each step names."""
 
 _TIME_DIGITS = 6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueSnapshot:
-    """The state when a step was planned."""
-
-    loading: tuple[str, ...]
-    waiting: tuple[str, ...]
-    """The first of the queue, at most `MAX_WAITING_IDS`."""
-    num_waiting: int
-    num_free_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class _PlannedStep:
-    """What is known of a step before its result."""
-
-    plan: SchedulerOutput
-    planned_s: float
-    queues: QueueSnapshot
-    ended_before: Mapping[str, FinishReason]
 
 
 def open_step_trace(
@@ -102,17 +82,27 @@ class StepTraceWriter:
         self._num_bytes_left = max_bytes - len(encode_end(TraceEnd.FULL))
         self._max_bytes = max_bytes
         self._block_size = header.block_size
-        self._planned: dict[int, _PlannedStep] = {}
+        self._planned: dict[int, tuple[SchedulerOutput, StepTrace]] = {}
+        """By step: its plan, and the state when it was planned."""
         self._ended_between: dict[str, FinishReason] = {}
         self._last_seen: tuple[object, ...] = ((), (), 0)
         """Loading and waiting requests of the last written step."""
         self._write_whole(encode_header(header))
 
-    def planned(self, plan: SchedulerOutput, queues: QueueSnapshot) -> None:
-        """Notes that a step was planned. Call it before any part of the step is computed."""
+    def planned(self, plan: SchedulerOutput, scheduler: Scheduler) -> None:
+        """Notes that `scheduler` has planned a step. Call it before any part of the step is computed."""
         if self._file is not None:
             ended, self._ended_between = self._ended_between, {}
-            self._planned[plan.step] = _PlannedStep(plan, self._now(), queues, ended)
+            step = StepTrace(
+                step=plan.step,
+                planned_s=self._now(),
+                ended=ended,
+                loading=scheduler.loading_ids,
+                waiting=scheduler.waiting_ids(MAX_WAITING_IDS),
+                num_waiting=scheduler.request_counts().waiting,
+                num_free_blocks=scheduler.kv_block_counts().free,
+            )
+            self._planned[plan.step] = plan, step
 
     def ended(self, outputs: ClientOutputs) -> None:
         """Notes requests that ended between two steps, by a deadline for example, or without their prompt."""
@@ -123,12 +113,12 @@ class StepTraceWriter:
         """Notes that the result of a planned step was processed: the device's samples, and the resulting outputs."""
         planned = self._planned.pop(step, None)
         if planned is not None:
-            self._record(planned, self._now(), sampled_token_ids, _ends(outputs))
+            self._record(*planned, self._now(), sampled_token_ids, _ends(outputs))
 
     def close(self) -> None:
         """Writes the steps without a result, and the end. May be called again."""
         for planned in tuple(self._planned.values()):
-            self._record(planned, None, {}, {})
+            self._record(*planned, None, {}, {})
         self._end(TraceEnd.CLOSED)
 
     def _now(self) -> float:
@@ -136,22 +126,21 @@ class StepTraceWriter:
 
     def _record(
         self,
-        planned: _PlannedStep,
+        plan: SchedulerOutput,
+        step: StepTrace,
         done_s: float | None,
         sampled: Mapping[str, list[int]],
         ended: Mapping[str, FinishReason],
     ) -> None:
         """Writes one step, unless nothing happened in it: an engine that waits for a transfer plans empty steps."""
-        plan, queues = planned.plan, planned.queues
-        ended = {**planned.ended_before, **ended}
-        seen = (queues.loading, queues.waiting, queues.num_waiting)
+        ended = {**step.ended, **ended}
+        seen = (step.loading, step.waiting, step.num_waiting)
         if plan.is_empty and not ended and seen == self._last_seen:
             return
         self._last_seen = seen
         cached = plan.scheduled_cached_reqs
-        step = StepTrace(
-            step=plan.step,
-            planned_s=planned.planned_s,
+        step = replace(
+            step,
             done_s=done_s,
             scheduled=_shares(plan, sampled),
             num_drafts={name: len(drafts) for name, drafts in plan.scheduled_spec_decode_tokens.items()},
@@ -162,10 +151,6 @@ class StepTraceWriter:
             ended=ended,
             num_swapped_out=len(plan.swap_out),
             num_swapped_in=len(plan.swap_in),
-            loading=queues.loading,
-            waiting=queues.waiting,
-            num_waiting=queues.num_waiting,
-            num_free_blocks=queues.num_free_blocks,
         )
         self._write(encode_step(step))
 

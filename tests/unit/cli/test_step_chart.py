@@ -15,7 +15,7 @@ from cli.trace_chart.text import text_of, time_text, time_unit
 from tests.factories.scheduling import FakeRunner, make_request, make_scheduler
 from tests.factories.traces import CHUNKED, HANDED_OVER, PREEMPTED, make_header, make_step, make_trace
 from worker.step_trace import StepTrace, Trace, read_trace
-from worker.step_trace_writer import QueueSnapshot, open_step_trace
+from worker.step_trace_writer import open_step_trace
 
 
 def lines_of(chart: Chart, width: int = 100) -> list[str]:
@@ -314,14 +314,7 @@ def run_at_random(seed: int, folder: Path) -> Trace:
                 )
             )
         plan = scheduler.schedule()
-        waiting, num_waiting = scheduler.waiting_ids(32), scheduler.request_counts().waiting
-        num_free_blocks = scheduler.kv_block_counts().free
-        writer.planned(
-            plan,
-            QueueSnapshot(
-                loading=(), waiting=waiting, num_waiting=num_waiting, num_free_blocks=num_free_blocks
-            ),
-        )
+        writer.planned(plan, scheduler)
         clock.advance(rng.random() / 10)
         output = runner.execute(plan)
         writer.done(plan.step, output.sampled_token_ids, scheduler.update_from_output(plan, output))

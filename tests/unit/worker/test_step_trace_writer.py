@@ -31,11 +31,11 @@ from tests.factories.scheduling import (
 )
 from tests.factories.traces import make_header
 from worker.step_trace import StepTrace, TraceEnd, TraceHeader, encode_header, read_trace
-from worker.step_trace_writer import QueueSnapshot, StepTraceWriter, open_step_trace
+from worker.step_trace_writer import StepTraceWriter, open_step_trace
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = make_header("d0")
-NOTHING = QueueSnapshot(loading=(), waiting=(), num_waiting=0, num_free_blocks=9)
+IDLE = make_scheduler()
 PLENTY = 2**20
 
 
@@ -61,7 +61,7 @@ class TracedEngine:
 
     def step(self) -> SchedulerOutput:
         plan = self.scheduler.schedule()
-        self.writer.planned(plan, queues_of(self.scheduler))
+        self.writer.planned(plan, self.scheduler)
         self._under_way.append(plan)
         while len(self._under_way) > (self._num_ahead if plan.num_scheduled_tokens else 0):
             oldest = self._under_way.popleft()
@@ -99,15 +99,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start_one
     for engine in engines:
         engine.writer.close()
-
-
-def queues_of(scheduler: Scheduler) -> QueueSnapshot:
-    return QueueSnapshot(
-        loading=scheduler.loading_ids,
-        waiting=scheduler.waiting_ids(4),
-        num_waiting=scheduler.request_counts().waiting,
-        num_free_blocks=scheduler.kv_block_counts().free,
-    )
 
 
 def test_c61_drafts_are_traced_with_what_became_of_them(start: Start) -> None:
@@ -254,7 +245,7 @@ def test_a_step_is_in_the_file_as_soon_as_it_is_done(start: Start) -> None:
 
 def test_closing_writes_what_is_under_way_and_the_last_word(tmp_path: Path) -> None:
     writer = open_trace(tmp_path)
-    writer.planned(make_plan(1), NOTHING)
+    writer.planned(make_plan(1), IDLE)
     writer.close()
     writer.close()
     trace = read_trace(tmp_path / "d0-incarnation.jsonl")
@@ -265,7 +256,7 @@ def test_closing_writes_what_is_under_way_and_the_last_word(tmp_path: Path) -> N
 def test_a_file_never_outgrows_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = open_trace(tmp_path, max_bytes=800)
     for number in range(1, 50):
-        writer.planned(make_plan(number), NOTHING)
+        writer.planned(make_plan(number), IDLE)
         writer.done(number, {}, ClientOutputs())
     writer.close()
     path = tmp_path / "d0-incarnation.jsonl"
@@ -301,7 +292,7 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
     disk = FullDisk(len(encode_header(HEADER)) + 300, takes_parts=takes_parts)
     writer = open_writer(disk)
     for number in range(1, 20):
-        writer.planned(make_plan(number), NOTHING)
+        writer.planned(make_plan(number), IDLE)
         writer.ended(ClientOutputs())
         writer.done(number, {}, ClientOutputs())
     writer.close()
@@ -313,8 +304,8 @@ def test_a_full_disk_is_said_once_and_ends_only_the_trace(
 
 def test_a_file_that_ends_while_it_is_closed_ends_only_the_trace(tmp_path: Path) -> None:
     writer = open_trace(tmp_path, max_bytes=len(encode_header(HEADER)) + 50)
-    writer.planned(make_plan(1), NOTHING)
-    writer.planned(make_plan(2), NOTHING)
+    writer.planned(make_plan(1), IDLE)
+    writer.planned(make_plan(2), IDLE)
     writer.close()
     assert read_trace(tmp_path / "d0-incarnation.jsonl").end is TraceEnd.FULL
 
@@ -391,7 +382,7 @@ def test_outputs_that_are_no_ends_end_nothing(start: Start) -> None:
     engine = start(make_scheduler(), FakeRunner())
     engine.scheduler.add_request(make_request(request_id="a", max_tokens=3))
     plan = engine.scheduler.schedule()
-    engine.writer.planned(plan, NOTHING)
+    engine.writer.planned(plan, IDLE)
     news = engine.scheduler.update_from_output(plan, FakeRunner().execute(plan))
     assert [output.finish_reason for output in flatten(news)] == [None]
     engine.writer.done(plan.step, {"a": [5]}, news)
