@@ -64,8 +64,8 @@ class ClientRequest:
     max_model_len: int | None = None
     """Prompt and answer together may have at most this many tokens; None: the model's limit."""
     mode: Mode | None = None
-    timeout_s: float | None = None
-    """How long the client waits; None means without limit."""
+    deadline: float | None = None
+    """When the client stops waiting, on the event loop's clock; None: it waits without limit."""
     caller: Caller = ANYBODY
     api: str = "grpc"
     trace: TraceContext | None = None
@@ -115,24 +115,16 @@ class Preprocessor:
             response_format = await self._run(
                 client_request,
                 len(response_format.source),
-                client_request.timeout_s,
                 lambda: with_limited_spaces(checked_response_format(response_format)),
             )
             params = replace(params, structured_output=response_format)
-        time_left_s = _time_left(client_request.timeout_s, now() - began)
-        prompt_token_ids = await self.tokenize(prompt, caller, time_left_s)
+        prompt_token_ids = await self.tokenize(prompt, caller, client_request.deadline)
         params, new_parser = await self._run(
             client_request,
             prompt.grammar_cost if isinstance(prompt, Conversation) else 0,
-            _time_left(client_request.timeout_s, now() - began),
             partial(self._completed, params, client_request, prompt_token_ids),
         )
-        await self._check_grammar(
-            client_request,
-            params.structured_output,
-            response_format,
-            _time_left(client_request.timeout_s, now() - began),
-        )
+        await self._check_grammar(client_request, params.structured_output, response_format)
         is_chat, isolates = isinstance(prompt, Conversation), self._isolate_prefix_cache
         return GatewayRequest(
             request_id=request_id,
@@ -157,7 +149,7 @@ class Preprocessor:
             if client_request.affinity_key is None
             else _own_salt(caller, client_request.affinity_key),
             mode=client_request.mode,
-            timeout_s=_time_left(client_request.timeout_s, now() - began),
+            deadline=client_request.deadline,
             caller=caller,
             preprocess_s=now() - began,
             api=client_request.api,
@@ -165,12 +157,12 @@ class Preprocessor:
             is_chat=is_chat,
         )
 
-    async def tokenize(self, prompt: Prompt, caller: Caller, timeout_s: float | None) -> tuple[int, ...]:
-        """The tokens of a prompt; DeadlinePassed after `timeout_s`."""
+    async def tokenize(self, prompt: Prompt, caller: Caller, deadline: float | None) -> tuple[int, ...]:
+        """The tokens of a prompt; DeadlinePassed at `deadline`, on the event loop's clock."""
         if isinstance(prompt, tuple):
             return prompt
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 if isinstance(prompt, Conversation):
                     return await self.pool.encode_chat(caller.name, prompt)
                 return await self.pool.encode(caller.name, prompt)
@@ -218,15 +210,13 @@ class Preprocessor:
         self._model.check_token_ids("stop_token_ids", params.stop_token_ids)
         return params
 
-    async def _run(
-        self, client_request: ClientRequest, cost: int, timeout_s: float | None, work: Callable[[], T]
-    ) -> T:
+    async def _run(self, client_request: ClientRequest, cost: int, work: Callable[[], T]) -> T:
         """Does work whose time grows with `cost`: on the event loop if it is short, otherwise on a thread, at the
-        caller's turn. DeadlinePassed after `timeout_s`."""
+        caller's turn. DeadlinePassed at the request's deadline."""
         if cost <= MAX_INLINE:
             return work()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(client_request.deadline):
                 return await self.pool.run(client_request.caller.name, cost, work)
         except TimeoutError:
             raise DeadlinePassed("the request's deadline passed before its grammar was made") from None
@@ -263,21 +253,20 @@ class Preprocessor:
         client_request: ClientRequest,
         grammar: StructuredOutput | None,
         response_format: StructuredOutput | None,
-        timeout_s: float | None,
     ) -> None:
         """InvalidRequest if the answer's grammar does not compile. If the request has tools, the grammar is made from
         the tools and from the response format. The error names the response format if it does not compile even without
         the tools."""
         if grammar is None:
             return
-        prompt, caller = client_request.prompt, client_request.caller.name
+        prompt, caller, deadline = client_request.prompt, client_request.caller.name, client_request.deadline
         try:
-            await self._grammars.check(grammar, caller, timeout_s)
+            await self._grammars.check(grammar, caller, deadline)
         except InvalidRequest as error:
             if not isinstance(prompt, Conversation) or not prompt.tools:
                 raise
             if response_format is not None:
-                await self._grammars.check(response_format, caller, timeout_s)
+                await self._grammars.check(response_format, caller, deadline)
             problem = f"their schemas cannot guide a model: {error.problem}"
             raise InvalidRequest("tools", problem) from error
 
@@ -350,10 +339,6 @@ def _check_may_end(params: SamplingParams, reason: str) -> None:
         raise InvalidRequest("ignore_eos", f"must be false {why}")
     if params.min_tokens:
         raise InvalidRequest("min_tokens", f"must be 0 {why}; got {params.min_tokens}")
-
-
-def _time_left(timeout_s: float | None, elapsed_s: float) -> float | None:
-    return None if timeout_s is None else max(0.0, timeout_s - elapsed_s)
 
 
 def _own_salt(caller: Caller, cache_salt: str | None) -> str:

@@ -174,7 +174,7 @@ class SimGateway:
             priority=spec.priority,
             cache_salt=spec.cache_salt,
             mode=spec.mode,
-            timeout_s=spec.timeout_s,
+            deadline=None if spec.timeout_s is None else self._world.now + spec.timeout_s,
             caller=Caller(spec.caller or str(crc32(spec.request_id.encode()) % 3), rights=ANYBODY.rights),
         )
         self.clients[spec.request_id] = self._clients[request] = Client(

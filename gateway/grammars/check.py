@@ -97,11 +97,11 @@ class GrammarCheck:
         self._starting = asyncio.Lock()
         self._is_stopped = False
 
-    async def check(self, output: StructuredOutput, caller: str, timeout_s: float | None) -> None:
+    async def check(self, output: StructuredOutput, caller: str, deadline: float | None) -> None:
         """Returns if the grammar compiles. Raises InvalidRequest if it does not.
 
-        Raises Overloaded if too many grammars wait. `timeout_s` is the request's remaining time. Raises
-        DeadlinePassed if this time is too short.
+        Raises Overloaded if too many grammars wait, and DeadlinePassed at the request's `deadline`, on the event loop's
+        clock.
         """
         error: RequestError | None
         if (digest := digest_of(output)) in self._verdicts:
@@ -112,7 +112,7 @@ class GrammarCheck:
                 check_depth(output)
             else:
                 await asyncio.to_thread(check_depth, output)
-            error = await self._queued_verdict(output, digest, caller, timeout_s)
+            error = await self._queued_verdict(output, digest, caller, deadline)
         if error is not None:
             raise error
 
@@ -133,15 +133,17 @@ class GrammarCheck:
             await self._process.stop()
 
     async def _queued_verdict(
-        self, output: StructuredOutput, digest: bytes, caller: str, timeout_s: float | None
+        self, output: StructuredOutput, digest: bytes, caller: str, deadline: float | None
     ) -> RequestError | None:
         trial = self._add(output, digest, caller)
-        waits_s = MAX_WAIT_S if timeout_s is None else min(timeout_s, MAX_WAIT_S)
+        waits_until = asyncio.get_running_loop().time() + MAX_WAIT_S
+        if deadline is not None:
+            waits_until = min(deadline, waits_until)
         try:
-            async with asyncio.timeout(waits_s):
+            async with asyncio.timeout_at(waits_until):
                 return await asyncio.shield(trial.verdict)
         except TimeoutError:
-            if waits_s == timeout_s:
+            if waits_until == deadline:
                 raise DeadlinePassed(
                     "the request's deadline passed before its grammar was compiled"
                 ) from None

@@ -14,7 +14,7 @@ from gateway.call_ids import CallIds
 from gateway.choices import answer_parts, prompt_parts
 from gateway.grpc import convert
 from gateway.grpc.chat_convert import CLIENT_NAMES, event_to_message, wants_events
-from gateway.grpc.guard import trace_of
+from gateway.grpc.guard import deadline_of, trace_of
 from gateway.grpc.status import Context
 from gateway.model import ServedModel
 from gateway.preprocess import ClientRequest, Preprocessor
@@ -81,7 +81,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 affinity_key=request.affinity_key if request.HasField("affinity_key") else None,
                 max_model_len=request.max_model_len if request.HasField("max_model_len") else None,
                 mode=convert.mode_from(request),
-                timeout_s=context.time_remaining(),
+                deadline=deadline_of(context),
                 caller=current_caller.get(),
                 trace=trace_of(context),
             )

@@ -201,6 +201,12 @@ async def _refuse(_messages: Any, context: Context) -> None:
 _UNKNOWN: Any = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
+def deadline_of(context: Context) -> float | None:
+    """When the client stops waiting, on the event loop's clock; None: it waits without limit."""
+    time_left_s = context.time_remaining()
+    return None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
+
+
 def _code_of(context: Any) -> str:  # Any: gRPC's stub excludes calls without a code or a deadline
     """The name of an ended call's status code."""
     if (code := context.code()) is not None:

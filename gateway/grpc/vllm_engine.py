@@ -24,7 +24,7 @@ from gateway.grpc import vllm_convert as convert
 from gateway.grpc.convert import ids_to_abort, unset_in
 from gateway.grpc.generated import common_pb2, vllm_engine_pb2_grpc
 from gateway.grpc.generated import vllm_engine_pb2 as pb
-from gateway.grpc.guard import trace_of
+from gateway.grpc.guard import deadline_of, trace_of
 from gateway.grpc.status import Context
 from gateway.grpc.vllm_whole import WholeResponse
 from gateway.model import ServedModel
@@ -180,7 +180,7 @@ class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
             unset=unset_in(params),
             request_id=request.request_id,
             keep_special_tokens=not params.skip_special_tokens,
-            timeout_s=context.time_remaining(),
+            deadline=deadline_of(context),
             caller=current_caller.get(),
             trace=trace_of(context),
             api="vllm",

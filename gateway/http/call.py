@@ -62,12 +62,6 @@ class HttpCall:
             request.scope["state"][HOLD],
         )
 
-    @property
-    def time_left_s(self) -> float | None:
-        if self.deadline is None:
-            return None
-        return max(0.0, self.deadline - asyncio.get_running_loop().time())
-
     async def preprocess(
         self,
         preprocessor: Preprocessor,
@@ -92,7 +86,7 @@ class HttpCall:
             affinity_key=affinity_key,
             max_model_len=body.max_model_len,
             mode=body.mode,
-            timeout_s=self.time_left_s,
+            deadline=self.deadline,
             caller=self.caller,
             api=self.api,
             trace=self.trace,

@@ -118,8 +118,7 @@ async def answering(
     Raises DeadlinePassed if the next deltas do not arrive by the client's deadline. Workers know the deadline, too, but
     a worker may no longer respond. `names`: see `in_terms_of`.
     """
-    timeout_s = requests[0].timeout_s
-    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    deadline = requests[0].deadline
     async with aclosing(batches_of(driver, requests)) as batches:
         with in_terms_of(names):
             if deadline is None:

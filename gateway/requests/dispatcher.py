@@ -191,9 +191,9 @@ class Dispatcher:
         """Places the request or queues it. If it cannot be queued, refuses it or another request."""
         request, now = state.request, self._now
         least_prefill_s = 0.0
-        if state.deadline is not None and not state.num_attempts:
+        if request.deadline is not None and not state.num_attempts:
             least_prefill_s = self._fleet.prefill_times.least_s(state.retry.num_tokens_to_compute(), now)
-            left_s = max(0.0, state.deadline - now)
+            left_s = max(0.0, request.deadline - now)
             if least_prefill_s > left_s:
                 self._refuse(state, too_close(least_prefill_s, left_s))
                 return
@@ -205,8 +205,8 @@ class Dispatcher:
             is_resumed=state.num_attempts > 0,
             was_taken_back=state.was_taken_back,
             needs=lambda: (self.suspects.is_suspect(state.identity), state.retry.needs()),
-            begin_by=None if state.deadline is None else state.deadline - least_prefill_s,
-            deadline=state.deadline,
+            begin_by=None if request.deadline is None else request.deadline - least_prefill_s,
+            deadline=request.deadline,
             patience_s=max(0.0, state.retry.seeking_since + self._placement_timeout_s - now),
         )
         if refusal := self.queue.join(entry, now):

@@ -42,8 +42,8 @@ class GatewayRequest:
     affinity_key: str | None = None
     """Requests with equal keys share prefixes: the router prefers the same workers for them."""
     mode: Mode | None = None
-    timeout_s: float | None = None
-    """How long the client waits, from the submission on; None means without limit."""
+    deadline: float | None = None
+    """When the client stops waiting, on the clock of the gateway and its event loop; None: it waits without limit."""
     caller: Caller = ANYBODY
     api: str = "grpc"
     """The API that the client used: `grpc`, `chat`, `completions`, ..."""

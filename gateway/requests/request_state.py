@@ -94,14 +94,8 @@ class RequestState:
         num_new_tokens = min(self.request.sampling_params.max_tokens, EXPECTED_NEW_TOKENS)
         return len(self.request.prompt_token_ids) + num_new_tokens
 
-    @property
-    def deadline(self) -> float | None:
-        """The client's deadline, on the gateway's clock."""
-        timeout_s = self.request.timeout_s
-        return None if timeout_s is None else self.arrived_at + self.request.preprocess_s + timeout_s
-
     def time_left(self, now: float) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - now)
+        return None if self.request.deadline is None else max(0.0, self.request.deadline - now)
 
     def client_error(self, error: BaseException, now: float) -> BaseException:
         """Why the client's stream ended. A disconnect close to the deadline counts as DeadlinePassed."""

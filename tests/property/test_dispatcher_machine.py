@@ -53,7 +53,6 @@ class Asked:
     """A client, and what it has."""
 
     request: GatewayRequest
-    deadline: float | None
     tokens: list[int] = field(default_factory=list)
     is_over: bool = False
     """It got its finish, or an error, or has left."""
@@ -109,6 +108,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def submit(
         self, caller: str, priority: int, timeout_s: float | None, mode: Mode | None, max_tokens: int
     ) -> None:
+        deadline = None if timeout_s is None else self.now + timeout_s
         request = GatewayRequest(
             request_id=f"r{len(self.asked)}",
             prompt_token_ids=(1, 2, 3),
@@ -116,10 +116,10 @@ class DispatcherMachine(RuleBasedStateMachine):
             text=SilentText(),
             priority=priority,
             mode=mode,
-            timeout_s=timeout_s,
+            deadline=deadline,
             caller=Caller(caller, max_concurrent=6),
         )
-        self.asked[request] = Asked(request, None if timeout_s is None else self.now + timeout_s)
+        self.asked[request] = Asked(request)
         self.handle(Submitted(request))
 
     @precondition(lambda self: self.unrecorded())
@@ -271,7 +271,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert not asked.is_over
         assert worker in self.ready, "only workers that take requests get some"
         assert sub_request.output_token_ids == tuple(asked.tokens), "it goes on behind what the client has"
-        assert asked.deadline is None or asked.deadline >= self.now, "not after its deadline"
+        assert asked.request.deadline is None or asked.request.deadline >= self.now, "not after its deadline"
         may_fall_back = asked.request.mode is None and not self.require_disaggregated
         if (transfer := sub_request.kv_transfer) is not None and may_fall_back:
             assert (transfer.peer.name, worker) not in self.avoided, "a pair without a link rests"

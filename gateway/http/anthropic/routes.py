@@ -86,7 +86,7 @@ def anthropic_routes(driver: RequestDriver, preprocessor: Preprocessor, model: S
         call = HttpCall.of(request, "messages", timeout_ms)
         model.check_name(body.model)
         with in_terms_of(body.client_names):
-            token_ids = await preprocessor.tokenize(body.conversation, call.caller, call.time_left_s)
+            token_ids = await preprocessor.tokenize(body.conversation, call.caller, call.deadline)
         return TokenCount(len(token_ids))
 
     return routes

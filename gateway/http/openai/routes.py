@@ -134,8 +134,7 @@ class OpenAIRoutes:
             await budget.pause_if_spent()
         if not body.stream:
             check_whole_answer(gateway_requests, names)
-        # Tokenizing all prompts took some of the client's time, so each request gets the time that is left now.
-        return [replace(gateway_request, timeout_s=call.time_left_s) for gateway_request in gateway_requests]
+        return gateway_requests
 
     def _logprobs_writer(
         self, body: CompletionRequest, prompt_token_ids: Sequence[int], echo: str, is_text: bool

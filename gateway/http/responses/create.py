@@ -1,7 +1,6 @@
 """CreateResponse: turns the body of POST /v1/responses into a request, and its answer into the response."""
 
 import time
-from dataclasses import replace
 from functools import partial
 
 from starlette.responses import Response
@@ -65,7 +64,6 @@ class CreateResponse:
             request = await call.preprocess(
                 self._preprocessor, body, conversation, body.sampling(), affinity_key=body.prompt_cache_key
             )
-        request = replace(request, timeout_s=call.time_left_s)
         _check_size(request)
         response_id = f"resp_{request.request_id}"
         response = ResponseJson(
@@ -118,7 +116,7 @@ class CreateResponse:
         return True
 
     async def _num_tokens(self, conversation: Conversation, call: HttpCall) -> int:
-        return len(await self._preprocessor.tokenize(conversation, call.caller, call.time_left_s))
+        return len(await self._preprocessor.tokenize(conversation, call.caller, call.deadline))
 
 
 def _check_size(request: GatewayRequest) -> None:

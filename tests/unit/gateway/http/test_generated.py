@@ -40,7 +40,8 @@ async def test_a_deadline_ends_the_wait_for_a_delta_but_not_its_sending(
     num_answers: int, sending_s: float
 ) -> None:
     driver, sent = OneDelta(), list[ChoiceDelta]()
-    requests = [replace(make_request(str(number)), timeout_s=TIMEOUT_S) for number in range(num_answers)]
+    deadline = asyncio.get_running_loop().time() + TIMEOUT_S
+    requests = [replace(make_request(str(number)), deadline=deadline) for number in range(num_answers)]
 
     async def send() -> None:
         async with answering(cast("RequestDriver", driver), requests, {}) as batches:

@@ -87,7 +87,7 @@ async def test_a_bug_on_arrival_leaves_nothing_of_its_request(monkeypatch: pytes
     monkeypatch.setattr(driver.router, "num_tokens_to_compute", broken)
     try:
         with pytest.raises(ZeroDivisionError):
-            await anext(driver.generate(make_request(timeout_s=1.0)))
+            await anext(driver.generate(make_request(deadline=SystemClock().now() + 1.0)))
         assert driver.dispatcher.num_in_flight == 0
     finally:
         await driver.stop()
