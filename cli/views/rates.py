@@ -1,31 +1,23 @@
 """Rates of a fleet, computed from the counters of two descriptions; pure."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PairTransfers:
     """The KV that moves from one worker to another. Without an earlier description, rates are None."""
 
     producer: str
     consumer: str
-    transports: tuple[str, ...]
-    num_bytes: int
-    """Counted since the consumer's start, like the next two fields."""
-    done: int
-    failed: int
-    bytes_per_s: float | None
-    done_per_s: float | None
-
-
-@dataclass(slots=True)
-class _Counts:
-    transports: set[str]
+    transports: set[str] = field(default_factory=set)
     num_bytes: int = 0
+    """Counted since the consumer's start, like the next two fields."""
     done: int = 0
     failed: int = 0
+    bytes_per_s: float | None = None
+    done_per_s: float | None = None
 
 
 def transfers(
@@ -37,21 +29,12 @@ def transfers(
     for worker in current["workers"]:
         former = known.get(worker["name"])
         before = _earlier_counts(former, worker)
-        for producer, counts in _by_producer(worker).items():
-            earlier = before.get(producer, _Counts(set()))
-            is_comparable = former is not None and elapsed_s > 0
-            found.append(
-                PairTransfers(
-                    producer,
-                    worker["name"],
-                    tuple(sorted(counts.transports)),
-                    counts.num_bytes,
-                    counts.done,
-                    counts.failed,
-                    max(0, counts.num_bytes - earlier.num_bytes) / elapsed_s if is_comparable else None,
-                    max(0, counts.done - earlier.done) / elapsed_s if is_comparable else None,
-                )
-            )
+        for producer, pair in _by_producer(worker).items():
+            if former is not None and elapsed_s > 0:
+                earlier = before.get(producer, PairTransfers(producer, pair.consumer))
+                pair.bytes_per_s = max(0, pair.num_bytes - earlier.num_bytes) / elapsed_s
+                pair.done_per_s = max(0, pair.done - earlier.done) / elapsed_s
+            found.append(pair)
     return sorted(found, key=lambda pair: (-(pair.bytes_per_s or 0.0), -pair.num_bytes))
 
 
@@ -90,7 +73,7 @@ def _share(part: str, whole: str, previous: dict[str, Any] | None, worker: dict[
     return None
 
 
-def _earlier_counts(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, _Counts]:
+def _earlier_counts(former: dict[str, Any] | None, worker: dict[str, Any]) -> dict[str, PairTransfers]:
     """The counts to subtract.
 
     There are none if the worker restarted, since its counters then began at zero.
@@ -100,13 +83,14 @@ def _earlier_counts(former: dict[str, Any] | None, worker: dict[str, Any]) -> di
     return _by_producer(former)
 
 
-def _by_producer(worker: dict[str, Any]) -> dict[str, _Counts]:
-    found: dict[str, _Counts] = {}
+def _by_producer(worker: dict[str, Any]) -> dict[str, PairTransfers]:
+    """What the worker has received since its start, without rates."""
+    found: dict[str, PairTransfers] = {}
     for peer in worker["kv_peers"]:
         if peer["role"] == "consumer":
-            counts = found.setdefault(peer["peer"], _Counts(set()))
-            counts.transports |= {peer["transport"]} - {""}
-            counts.num_bytes += int(peer["bytes"])
-            counts.done += int(peer["done"])
-            counts.failed += int(peer["failed"])
+            pair = found.setdefault(peer["peer"], PairTransfers(peer["peer"], worker["name"]))
+            pair.transports |= {peer["transport"]} - {""}
+            pair.num_bytes += int(peer["bytes"])
+            pair.done += int(peer["done"])
+            pair.failed += int(peer["failed"])
     return found

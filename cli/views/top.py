@@ -196,7 +196,7 @@ def _transfers(pairs: Sequence[rates.PairTransfers], is_wide: bool) -> Table:
         filled = round(cells * bytes_per_s / fastest) if fastest else 0
         table.add_row(
             Text(f"{pair.producer} > {pair.consumer}"),
-            Text(", ".join(pair.transports) or "-", "dim"),
+            Text(", ".join(sorted(pair.transports)) or "-", "dim"),
             f"{bytes_per_s / _MIB:.1f} MiB/s",
             Text(f"{'━' * filled:<{cells}}", "cyan"),
             f"{done_per_s:.1f}/s",

@@ -166,7 +166,7 @@ def test_transports_of_one_pair_add_up_and_the_busiest_pair_is_first() -> None:
     now = description(worker("w1", kv_peers=[*peers, loaded_from("w3", 99, 9, role="producer")]))
     first, second = rates.transfers(None, now, 0.0)
     assert (first.producer, second.producer) == ("w2", "w0")
-    assert (second.num_bytes, second.transports) == (3 * 2**20, ("shared_memory", "zmq_tcp"))
+    assert (second.num_bytes, second.transports) == (3 * 2**20, {"shared_memory", "zmq_tcp"})
 
 
 def test_hits_are_recent_ones_or_all_without_recent_requests() -> None:
