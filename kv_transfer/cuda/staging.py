@@ -36,29 +36,22 @@ of 4 MiB takes as long again."""
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Staged(Generic[T]):
-    """Pieces that were taken out or put in. All copying of them has ended. `error` says why it failed, if it did."""
+    """Pieces that are taken out or put in. `poll` returns them when all copying of them has ended."""
 
     what: T
     """The caller's name for these pieces."""
-    spans: list[Bytes]
-    """If `take_out` was called with `has_bytes`: the bytes of whole pieces, in order."""
-    checksums: list[int]
-    """xxh3_64 of each piece, in the order of the request; empty if not requested."""
-    error: str | None
-
-
-@dataclass(slots=True, eq=False)
-class _Job(Generic[T]):
-    what: T
     has_bytes: bool
     has_checksums: bool
     num_batches: int = 0
     """Unfinished batches."""
     spans: list[Bytes] = field(default_factory=list)
+    """If `take_out` was called with `has_bytes`: the bytes of whole pieces, in order."""
     checksums: list[int] = field(default_factory=list)
+    """xxh3_64 of each piece, in the order of the request; empty if not requested."""
     error: str | None = None
+    """Why the copying failed, if it did."""
     is_wanted: bool = True
 
 
@@ -66,7 +59,7 @@ class _Job(Generic[T]):
 class _Batch(Generic[T]):
     """Pieces of one job that fit into a buffer."""
 
-    job: _Job[T]
+    job: Staged[T]
     runs: Runs
     piece_nbytes: int
     num_pieces: int
@@ -108,7 +101,7 @@ class Stager(Generic[T]):
         self, what: T, view: PieceView, piece_ids: Sequence[int], *, has_bytes: bool, has_checksums: bool
     ) -> None:
         """Begins to copy pieces to the host; they must not change until `poll` reports them or `drop` is called."""
-        self._begin(_Job(what, has_bytes, has_checksums), view, piece_ids, None)
+        self._begin(Staged(what, has_bytes, has_checksums), view, piece_ids, None)
 
     def put_in(
         self,
@@ -121,7 +114,7 @@ class Stager(Generic[T]):
     ) -> None:
         """Begins to write pieces to the pool. Each of `pieces` is an array [bytes], which must stay unchanged until
         `poll` reports it."""
-        self._begin(_Job(what, False, has_checksums), view, piece_ids, pieces)
+        self._begin(Staged(what, False, has_checksums), view, piece_ids, pieces)
 
     def drop(self, is_meant: Callable[[T], bool]) -> None:
         """Cancels those jobs of `take_out` whose `what` satisfies `is_meant`. `poll` then does not report them. Jobs of
@@ -157,7 +150,7 @@ class Stager(Generic[T]):
             self._driver.drop_stream(self._stream)
 
     def _begin(
-        self, job: _Job[T], view: PieceView, piece_ids: Sequence[int], pieces: Sequence[Bytes] | None
+        self, job: Staged[T], view: PieceView, piece_ids: Sequence[int], pieces: Sequence[Bytes] | None
     ) -> None:
         num_per_batch = self._buffer_nbytes // view.nbytes
         assert num_per_batch, (
@@ -226,7 +219,7 @@ class Stager(Generic[T]):
         job.num_batches -= 1
         job.error = job.error or error
         if job.num_batches == 0 and job.is_wanted:
-            self._done.append(Staged(job.what, job.spans, job.checksums, job.error))
+            self._done.append(job)
 
     def _wait(self) -> None:
         """Waits until no queued copy runs any more."""
