@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import DeadlinePassed, InvalidRequest, SlowReader
@@ -19,6 +20,7 @@ from gateway.auth.callers import current_caller
 from gateway.call_ids import TraceContext, is_well_formed, offered_id, request_id_for, trace_context_from
 from gateway.error_codes import codes_of, name_of
 from gateway.grpc.authentication import admit
+from gateway.grpc.field_count import check_num_fields
 from gateway.grpc.status import NO_SUCH_METHOD, REQUEST_ID, Context, abort_call
 from gateway.telemetry.call_log import INTERNAL_ERROR, CallError, OnCallError
 
@@ -46,7 +48,7 @@ OnCallEnded = Callable[[str, str], None]
 """Called with the names of the method and of the status code."""
 
 RpcMethod = Callable[[Any, Context], Any]
-Read = Callable[[bytes], Any]
+Read = Callable[[bytes], Awaitable[Any]]
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -80,7 +82,11 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> None:
         """`services`: full names of services that protobuf's default pool knows."""
         described = map(descriptor_pool.Default().FindServiceByName, services)
-        self._methods = {f"/{each.full_name}/{name}" for each in described for name in each.methods_by_name}
+        self._request_kinds: dict[str, Descriptor] = {
+            f"/{each.full_name}/{name}": method.input_type
+            for each in described
+            for name, method in each.methods_by_name.items()
+        }
         self._authenticator = authenticator
         self._on_ended = on_ended
         self._write_timeout_s = write_timeout_s
@@ -103,8 +109,9 @@ class Guard(grpc.aio.ServerInterceptor):
     def _guarded(self, handler: Any, name: str) -> RpcMethod:
         method = handler.stream_stream or handler.unary_stream or handler.unary_unary
         takes_stream = handler.stream_stream is not None  # gRPC's reflection, and unknown methods
-        read, is_generator = handler.request_deserializer, inspect.isasyncgenfunction(method)
-        shown = name if name in self._methods else OTHER
+        kind, is_generator = self._request_kinds.get(name), inspect.isasyncgenfunction(method)
+        read = partial(_read, handler.request_deserializer, kind)
+        shown = OTHER if kind is None else name
 
         # The context is an Any because gRPC's stub rejects functions as callbacks.
         async def call(_messages: Any, context: Any) -> None:
@@ -144,7 +151,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 await asyncio.wait(both, timeout=REQUEST_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done() or reading.result() is grpc.aio.EOF:
                     return
-                yield _read(read, reading.result())
+                yield await read(reading.result())
         finally:
             closing.cancel()
             reading.cancel()
@@ -231,12 +238,14 @@ async def _receive_one(read: Read, context: Context) -> Any:
         raise DeadlinePassed(f"the call's message did not arrive within {REQUEST_TIMEOUT_S:g} s") from None
     if body is grpc.aio.EOF:
         raise InvalidRequest("request", "the call ended without a message")
-    return _read(read, body)
+    return await read(body)
 
 
-def _read(read: Read, body: bytes) -> Any:
+async def _read(parse: Callable[[bytes], Any], kind: Descriptor | None, body: bytes) -> Any:
+    if kind is not None:
+        await check_num_fields(body, kind)
     try:
-        return read(body)
+        return parse(body)
     except DecodeError:
         raise InvalidRequest("request", "the bytes are not a valid message for this call") from None
 

@@ -19,6 +19,7 @@ from baton.v1 import generation_service_pb2_grpc as pb_grpc
 from baton.v1 import sampling_pb2
 from gateway import GatewayError
 from gateway.error_codes import INTERNAL_MESSAGE
+from gateway.grpc.field_count import MAX_FIELDS
 from gateway.grpc.status import MAX_MESSAGE_BYTES
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import GatewayUnderTest, answering, gateway_with, outputs_of, refusal, silent
@@ -161,6 +162,15 @@ async def test_a_message_that_is_too_large_is_refused_with_its_size(folder: Path
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "larger than max" in str(error.details())
         assert "1048576" in str(error.details())
+        assert await anext(under_test.client.generate(text="Hi"))
+
+
+async def test_a_message_with_too_many_fields_is_refused_before_it_is_parsed(folder: Path) -> None:
+    async with gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test:
+        chat = pb.Chat(messages=[pb.Chat.Message()] * (MAX_FIELDS + 1))
+        error = await error_of(under_test, pb.GenerateRequest(chat=chat))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"more than {MAX_FIELDS} fields" in str(error.details())
         assert await anext(under_test.client.generate(text="Hi"))
 
 
