@@ -27,7 +27,10 @@ def worker_to_message(view: WorkerView) -> pb.Worker:
         slot=_slot_to_message(view.replica) if view.replica else None,
     )
     if view.status is not None:
-        message.MergeFrom(_status_to_message(view.status))
+        try:
+            message.MergeFrom(_status_to_message(view.status))
+        except ValueError as error:  # a count below 0, or too large for its field: the worker is faulty
+            message.failure = f"its last heartbeat has an impossible number: {error}"
     return message
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import ClusterError, FleetError
 from baton.fleet import NodeDescription, ReplicaState, RolloutStep
-from baton.worker import WorkerRole
+from baton.worker import KVBlockCounts, WorkerRole
 from gateway.workers.fleet_view import TIMEOUT_S
 from tests.factories.fleet_control import FakeFleetControl, fleet_of, replica
 from tests.factories.gateway import IMPATIENT, gateway_with, refusal, silent
@@ -89,6 +89,20 @@ async def test_what_a_worker_measured_of_its_load_arrives(folder: Path) -> None:
         "prefill_tokens_per_s": 1500.0,
         "decode_step_s": 0.03,
     }
+
+
+async def test_a_worker_with_impossible_numbers_does_not_hide_the_others(folder: Path) -> None:
+    async with gateway_with(folder, {"w0": silent}, {"w1": silent}) as under_test:
+        under_test.workers["w0"].blocks = KVBlockCounts(999, -1, 0, 0)
+        async with asyncio.timeout(60):
+            while True:
+                faulty, sound = (await under_test.client.describe())["workers"]
+                if faulty["failure"]:
+                    break
+                await asyncio.sleep(0.01)
+    assert faulty["failure"].startswith("its last heartbeat has an impossible number: ")
+    assert (faulty["name"], faulty["state"], faulty["kv_blocks"]["total"]) == ("w0", "ready", 0)
+    assert (sound["failure"], sound["kv_blocks"]["free"]) == ("", 999)
 
 
 @pytest.mark.parametrize(
