@@ -87,6 +87,7 @@ class ThreadedPipeline:
     def close(self) -> None:
         self._plans.put(None)
         self._thread.join()
+        del self._runner
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:

@@ -101,11 +101,12 @@ def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> Non
     assert device.done == [1, -1, 2], "memory of a step under way must not be given away"
 
 
-def test_a_closed_pipeline_lets_go_of_the_device() -> None:
+@pytest.mark.parametrize("make", [StreamPipeline, ThreadedPipeline])
+def test_a_closed_pipeline_lets_go_of_the_device(make: Any) -> None:
     """Its CUDA graphs must be freed before NCCL can end."""
     runner = FakeAsyncDevice()
     is_held = weakref.ref(runner)
-    pipeline = StreamPipeline(runner)
+    pipeline: Pipeline = make(runner)
     del runner
     pipeline.close()
     assert is_held() is None
