@@ -60,6 +60,10 @@ class CpuShares:
         if share.cpus:
             self._pinned[name, host] = share
 
+    def forget(self, name: str) -> None:
+        """Forgets the shares of a worker that was removed, since its name is never used again."""
+        self._pinned = {key: share for key, share in self._pinned.items() if key[0] != name}
+
 
 def divide(config: BatonConfig, role: WorkerRole, num_cores: int, num_nodes: int = 1) -> tuple[int, int]:
     """Threads and cores of each rank of a worker of this role, in a fleet on `num_nodes` machines with `num_cores`

@@ -109,6 +109,7 @@ class RayLauncher:
     def forget(self, name: str) -> None:
         self._forget_ended()
         self._failed_on.pop(name, None)
+        self._shares.forget(name)
 
     async def nodes(self) -> tuple[NodeDescription, ...]:
         nodes = await asyncio.to_thread(ray.nodes)

@@ -171,7 +171,7 @@ class ProcessLauncher:
         assert not nodes, "the only machine cannot drain"
 
     def forget(self, name: str) -> None:
-        """Nothing outlives the incarnations."""
+        self._shares.forget(name)
 
     async def nodes(self) -> tuple[NodeDescription, ...]:
         node = NodeDescription(

@@ -113,6 +113,17 @@ def test_a_replica_keeps_its_cores_and_those_of_a_former_worker_are_free() -> No
     assert shares.reserve("w3", D, "here", machine, ["w0"]).cpus == (1,)
 
 
+def test_the_cores_of_a_worker_that_was_removed_are_forgotten() -> None:
+    shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
+    shares.reserve("w0", P, "here", machine, [])
+    for host in ("here", "there"):
+        shares.note("w1", host, CpuShare(1, (1,)))
+    shares.forget("w1")
+    assert shares.reserve("w1", D, "here", machine, []).cpus == (0,)
+    assert shares.reserve("w1", D, "there", machine, []).cpus == (0,)
+    assert shares.reserve("w0", P, "here", machine, []).cpus == (0,)
+
+
 def test_cores_are_counted_by_node_also_those_that_a_former_controller_gave() -> None:
     shares, machine = CpuShares(make_config({"prefill": 1, "decode": 1})), make_machine(2)
     shares.note("w0", "left", CpuShare(1, (0,)))
