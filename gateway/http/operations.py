@@ -43,11 +43,13 @@ def metrics_routes(render: Render, workers: Callable[[], Iterable[WorkerEndpoint
     `workers` returns the current workers."""
     routes = APIRouter()
 
+    @routes.head("/metrics", include_in_schema=False)
     @routes.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
     async def metrics(request: Request) -> Response:
         body, content_type = render(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
+    @routes.head("/metrics/targets", include_in_schema=False)
     @routes.get(
         "/metrics/targets", summary="Addresses of the workers' metrics, for Prometheus' http_sd_configs"
     )

@@ -258,7 +258,7 @@ async def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
         own = answer.text.replace("http://www.w3.org/2000/svg", "")  # a namespace, which no browser loads
         assert not re.search(r"https?://|//cdn|@import|url\(", own), path
     text = "".join(answer.text for answer in answers.values())
-    named = set(re.findall(r"""(?:"/page/|"\./)([a-z]+\.[a-z]+)""", text))
+    named = set(re.findall(r"""(?:"page/|"\./)([a-z]+\.[a-z]+)""", text))
     assert named | {"index.html"} == FILES
     # Whatever a worker is called and a model says goes in as text.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)

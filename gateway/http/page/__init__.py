@@ -21,19 +21,27 @@ DOCS_PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Baton's HTTP API</title>
-<link rel="icon" href="/page/icon.svg">
-<link rel="stylesheet" href="/docs/swagger-ui.css">
+<link rel="icon" href="page/icon.svg">
+<link rel="stylesheet" href="docs/swagger-ui.css">
 </head>
 <body>
 <div id="api"></div>
-<script src="/docs/swagger-ui-bundle.js"></script>
-<script src="/docs/start.js"></script>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
 </body>
 </html>
 """
-DOCS_START = (
-    'SwaggerUIBundle({url: "/openapi.json", dom_id: "#api", deepLinking: true, validatorUrl: null});\n'
-)
+DOCS_START = """\
+const servers = [{ url: new URL(".", location).href }]; // a reverse proxy may put a prefix before all paths
+const ofThisGateway = { updateJsonSpec: (update) => (spec) => update({ ...spec, servers }) };
+SwaggerUIBundle({
+  url: "openapi.json",
+  dom_id: "#api",
+  deepLinking: true,
+  validatorUrl: null,
+  plugins: [{ statePlugins: { spec: { wrapActions: ofThisGateway } } }],
+});
+"""
 
 HEADERS = {
     # No inline scripts, and nothing from other hosts: a model's text or a worker's name cannot run as a

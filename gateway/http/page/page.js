@@ -74,7 +74,7 @@ function pathRow(name) {
 
 // The connection to the gateway, and the API key if the gateway requires one.
 
-const follower = new Follower("/cluster/events", draw, report);
+const follower = new Follower("cluster/events", draw, report);
 new Trial({ refused: askForKey, runsOn: (names) => cluster.mark(names) });
 
 function report(state, error) {

@@ -39,7 +39,7 @@ export class Trial {
         body: JSON.stringify(body),
         signal: this.controller.signal,
       };
-      for await (const [name, data] of events("/cluster/try", options)) this.#take(name, data);
+      for await (const [name, data] of events("cluster/try", options)) this.#take(name, data);
       if (!this.hasEnded) this.#fail("the gateway ended the stream");
     } catch (error) {
       this.#fail(error.name === "AbortError" ? "stopped" : error.message);
