@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -13,12 +13,13 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from gateway.auth.callers import NO_CALLER, Caller
 from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.error_shapes import openai_error
+from gateway.http.lingering_close import LingeringTransport
 from gateway.http.paced_parser import PacedParser, ReadTurns
 from gateway.http.request_limits import MAX_HEADER_BYTES
 
 REQUEST_TIMEOUT_S = 15.0
-"""How long a request's line and headers may take to arrive. If the answer is sent before the whole body has
-arrived, also how long the rest of the body may take."""
+"""How long a request's line and headers may take to arrive. If the answer is sent before the whole request has
+arrived, also how long the rest may take."""
 STRANGER_KEEP_ALIVE_S = 15
 """Longest time between two requests on a connection that has shown no key; see Caller.is_stranger."""
 KEEP_ALIVE_S = 75
@@ -76,13 +77,14 @@ class BoundedH11(H11Protocol):
         self._write_timeout_s = write_timeout_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._lingering = LingeringTransport(transport, self._may_get_more, REQUEST_TIMEOUT_S)
+        super().connection_made(cast("asyncio.Transport", self._lingering))
         # Writing is paused while this buffer contains data. With 0, TLS would pause writing for an empty
         # buffer, too.
         transport.set_write_buffer_limits(high=1)
         if self._refusal_message is not None:
-            transport.write(_refusal(self._refusal_message))
-            transport.close()
+            self.transport.write(_refusal(self._refusal_message))
+            self.transport.close()
         self._update_request_deadline()
 
     @property
@@ -101,6 +103,8 @@ class BoundedH11(H11Protocol):
         self._end_request_if_answered()
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         super().data_received(data)
         self._update_request_deadline()
 
@@ -132,10 +136,17 @@ class BoundedH11(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._lingering.close_now()
         self._places.end_request(self)
         self._cancel_request_deadline()
         self._cancel_write_deadline()
         self.is_over.set()
+
+    def shutdown(self) -> None:
+        if self.transport.is_closing():
+            self._lingering.close_now()
+        else:
+            super().shutdown()
 
     def end(self) -> None:
         """Closes the connection because the gateway stops. Refuses a request that has no answer yet, and breaks off a
@@ -149,6 +160,10 @@ class BoundedH11(H11Protocol):
                     _refusal("this gateway is stopping; use another one, or try again later")
                 )
         self.transport.close()
+
+    def _may_get_more(self) -> bool:
+        """Whether the client may still send a part of a request that is already answered, or too malformed to read."""
+        return self._refusal_message is not None or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def _begin_request(self, caller: Caller | None) -> None:
         if caller is None:
@@ -175,7 +190,7 @@ class BoundedH11(H11Protocol):
         501. The client made that mistake, so the status becomes 400.
         """
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # a part of an answer is already sent, so no error can replace it
+            self._lingering.close_now()  # a part of an answer is already sent, so no error can replace it
             return
         self._on_refused(NOT_HTTP)
         error = sys.exception()
@@ -198,6 +213,7 @@ class BoundedH11(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # otherwise the request's own answer would follow the error
             self.cycle.message_event.set()
+            self._places.end_request(self)
 
     def _should_upgrade(self) -> bool:
         """No other protocol is supported, so requests to upgrade are served as HTTP/1.1 (RFC 9110, 7.8)."""
@@ -212,7 +228,7 @@ class BoundedH11(H11Protocol):
         if not must_send or self.transport.is_closing():
             self._cancel_request_deadline()
         elif self._request_deadline is None:
-            self._request_deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
+            self._request_deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._lingering.close_now)
 
     @property
     def _is_kept_alive(self) -> bool:
