@@ -12,7 +12,7 @@ from baton.sampling import SamplingParams
 from gateway.auth.callers import Caller
 from gateway.call_ids import TraceContext
 from gateway.http.request_ids import shown_id, trace_of
-from gateway.http.request_limits import HOLD
+from gateway.http.request_limits import HOLD, HOLD_TO_END
 from gateway.http.sampling_fields import SamplingFields
 from gateway.preprocess import ClientRequest, Preprocessor, Prompt
 from gateway.requests.request import GatewayRequest
@@ -45,6 +45,8 @@ class HttpCall:
     """When the client stops waiting, on the event loop's clock; None: the client waits without limit."""
     hold: Callable[[int], None] = field(default=lambda _: None, compare=False, repr=False)
     """Counts bytes as a part of the request's body; see HOLD."""
+    hold_to_end: Callable[[int], None] = field(default=lambda _: None, compare=False, repr=False)
+    """Counts bytes until the request has ended; see HOLD_TO_END."""
 
     @classmethod
     def of(cls, request: Request, api: str, timeout_ms: int | None, request_id: str | None = None) -> Self:
@@ -60,6 +62,7 @@ class HttpCall:
             trace_of(request.headers),
             None if timeout_ms is None else asyncio.get_running_loop().time() + timeout_ms / 1000,
             request.scope["state"][HOLD],
+            request.scope["state"][HOLD_TO_END],
         )
 
     async def preprocess(

@@ -25,6 +25,8 @@ HOLD = "hold"
 """Key in the state of each request's scope. Its value is a function that counts further bytes as if they were a part of
 the request's body, such as those of stored responses that the request continues or reads. Raises HTTPException with
 429."""
+HOLD_TO_END = "hold_to_end"
+"""As HOLD, but these bytes count until the request has ended, also while it is being answered."""
 
 
 class RequestLimits:
@@ -39,8 +41,8 @@ class RequestLimits:
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
         self._too_many = (
             f"your requests that are not being answered yet may have bodies of at most {MAX_BODIES * max_bytes} bytes "
-            f"together ({MAX_BODIES} x gateway.max_message_mib), with the stored responses that they continue or read; "
-            "send fewer at once"
+            f"together ({MAX_BODIES} x gateway.max_message_mib), with the stored responses that they continue or read, "
+            "and with items that are not in the prompts of running responses, but will be stored; send fewer at once"
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,12 +52,15 @@ class RequestLimits:
             note_error(scope, HTTP_ERRORS.get(status, InvalidRequest.__name__))
             await error_response(scope, status, message)(scope, receive, send)
             return
-        held = _HeldBytes(self._held, scope["state"]["caller"].name)
+        caller = scope["state"]["caller"].name
+        held, held_to_end = _HeldBytes(self._held, caller), _HeldBytes(self._held, caller)
         scope["state"][HOLD] = partial(self._hold, held)
+        scope["state"][HOLD_TO_END] = partial(self._hold, held_to_end)
         try:
             await self._app(scope, self._limited(receive, held), send)
         finally:
             held.release()
+            held_to_end.release()
 
     def _problem(self, scope: Scope) -> tuple[int, str] | None:
         """The problem of the request's headers: a status and the reason. None if there is no problem."""

@@ -12,10 +12,11 @@ import httpx2
 import pytest
 
 from baton.request import FinishReason
+from baton.system.tasks import end_tasks
 from gateway.http.request_limits import MAX_BODIES
 from gateway.text import TokenizerPool
 from tests.factories.api_keys import ALICE, API_KEYS, AS_ADMIN, BOB
-from tests.factories.gateway import GatewayUnderTest, Script, gateway_with, outputs_of
+from tests.factories.gateway import GatewayUnderTest, Script, gateway_with, outputs_of, silent
 from tests.factories.models import make_tokenizer
 
 ANSWER = make_tokenizer().encode("The cache is the baton").ids
@@ -152,6 +153,39 @@ async def test_small_requests_that_continue_a_long_response_are_bounded_together
         assert statuses.count(400) + statuses.count(429) == len(calls)
         again = await client.post("/v1/responses", json=more | {"truncation": "auto"})
         assert again.status_code == 200, "there is room again"
+
+
+async def test_items_that_are_not_in_the_prompt_are_bounded_together_while_their_responses_run(
+    folder: Path,
+) -> None:
+    """A response keeps all items of its request in memory until its end, since they will be stored."""
+    turns = [{"role": "user", "content": "x" * 900_000}, {"role": "user", "content": "x"}]
+    body = {"model": "tiny", "truncation": "auto", "input": turns}
+    async with gateway_with(folder, {}, {"d0": silent}, max_message_mib=1) as under_test:
+
+        async def begin(**fields: Any) -> "asyncio.Task[httpx2.Response]":
+            num_running = under_test.dispatcher.num_in_flight
+            call = asyncio.create_task(post(under_test, body | fields))
+            await under_test.until(lambda: call.done() or under_test.dispatcher.num_in_flight > num_running)
+            return call
+
+        calls = [await begin()]
+        while not calls[-1].done():
+            assert len(calls) < MAX_BODIES + 8, "all of them run"
+            calls.append(await begin())
+        refused = calls.pop().result()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "may have bodies of at most 33554432 bytes together" in refused.text
+        assert len(calls) > MAX_BODIES - 4
+        calls.append(await begin(store=False))
+        calls.append(await begin(input="x"))
+        assert not any(call.done() for call in calls)
+        await end_tasks(*calls)
+        await under_test.until(lambda: not under_test.dispatcher.num_in_flight)
+        again = await begin()
+        assert not again.done(), "there is room again"
+        await end_tasks(again)
+        await under_test.until(lambda: not under_test.dispatcher.num_in_flight)
 
 
 async def test_long_answers_about_stored_responses_that_are_not_read_are_bounded_together(

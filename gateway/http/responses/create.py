@@ -19,7 +19,7 @@ from gateway.http.responses.create_request import (
     PromptFields,
     ResponseRequest,
 )
-from gateway.http.responses.history import History, HistoryReader, input_json
+from gateway.http.responses.history import History, HistoryReader, input_json, num_characters
 from gateway.http.responses.items import KeptItem
 from gateway.http.responses.respond import Generation, Responding
 from gateway.http.responses.response_json import ResponseJson
@@ -29,6 +29,11 @@ from gateway.model import ServedModel
 from gateway.preprocess import Preprocessor
 from gateway.requests.driver import RequestDriver
 from gateway.requests.request import GatewayRequest
+
+CHARACTERS_PER_TOKEN = 8
+"""A prompt's tokens have hardly ever more characters than this on average. The characters beyond were left out of the
+prompt, such as the oldest exchanges, so the prompt's limit does not bound them. They will be stored, so they stay in
+memory while the response is generated."""
 
 
 class CreateResponse:
@@ -65,6 +70,9 @@ class CreateResponse:
                 self._preprocessor, body, conversation, body.sampling(), affinity_key=body.prompt_cache_key
             )
         _check_size(request)
+        if stored_by is not None:
+            in_prompt = CHARACTERS_PER_TOKEN * len(request.prompt_token_ids)
+            call.hold_to_end(max(0, sum(map(num_characters, own_items)) - in_prompt))
         response_id = f"resp_{request.request_id}"
         response = ResponseJson(
             body, request.sampling_params, response_id, int(time.time()), is_stored=stored_by is not None

@@ -24,6 +24,7 @@ from gateway.http.responses.items import (
     InputItem,
     ItemReference,
     KeptItem,
+    ReasoningItem,
     as_kept,
 )
 from gateway.http.responses.output import OutputItem
@@ -123,7 +124,7 @@ class HistoryReader:
                 for item in _without_references(context.items if context else ())
                 if item.id in wanted
             }
-        lengths = {item_id: _num_characters(item) for item_id, item in found.items()}
+        lengths = {item_id: num_characters(item) for item_id, item in found.items()}
         references = (item.id for item in items if isinstance(item, ItemReference))
         if sum(lengths.get(item_id, 0) for item_id in references) > self._max_bytes:
             raise InvalidRequest(
@@ -203,8 +204,15 @@ def input_items_of(context: bytes) -> list[dict[str, Any]]:
     return input_json(list(_without_references(stored.items[: stored.num_input])), "")
 
 
-def _num_characters(item: KeptItem) -> int:
-    return len(item.arguments if isinstance(item, FunctionCallItem) else item.text)
+def num_characters(item: KeptItem) -> int:
+    """The number of characters of the item's texts."""
+    match item:
+        case FunctionCallItem():
+            return len(item.arguments)
+        case ReasoningItem():
+            return sum(len(part.text) for part in (*(item.content or ()), *(item.summary or ())))
+        case _:
+            return len(item.text)
 
 
 def _without_references(items: Iterable[InputItem]) -> Iterator[KeptItem]:
