@@ -188,6 +188,29 @@ async def test_items_that_are_not_in_the_prompt_are_bounded_together_while_their
         await under_test.until(lambda: not under_test.dispatcher.num_in_flight)
 
 
+async def test_a_response_that_was_cancelled_is_not_refused_for_lack_of_room(folder: Path) -> None:
+    part = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    part += b"content-length: %d\r\n\r\n" % 2**20 + b" " * (2**20 - 1)
+    async with (
+        gateway_with(folder, {}, {"d0": silent}, max_message_mib=1) as under_test,
+        under_test.http() as client,
+    ):
+        call = asyncio.create_task(client.post("/v1/responses", json={"model": "tiny", "input": "x"}))
+        request = await under_test.workers["d0"].next_request()
+        path = f"/v1/responses/resp_{request.request_id.partition('.')[0]}/cancel"
+        with ExitStack() as stack:
+            for _ in range(MAX_BODIES):
+                slow = stack.enter_context(
+                    socket.create_connection(("127.0.0.1", under_test.gateway.http_port), timeout=60.0)
+                )
+                await asyncio.to_thread(slow.sendall, part)
+            while (await client.post("/tokenize", json={"prompt": "x" * 100})).status_code != 429:
+                await asyncio.sleep(0.01)
+            cancelled = await client.post(path)
+        assert (cancelled.status_code, cancelled.json()["status"]) == (200, "cancelled")
+        assert (await call).status_code == 410
+
+
 async def test_long_answers_about_stored_responses_that_are_not_read_are_bounded_together(
     folder: Path,
 ) -> None:

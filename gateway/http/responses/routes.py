@@ -1,6 +1,7 @@
 """The routes of the Responses API: create, read, cancel and delete responses."""
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -165,7 +166,10 @@ def responses_routes(
 
     @routes.post(PATH + "/{response_id}/cancel", summary="End a running response", **answer)
     async def cancel(response_id: str, request: Request) -> Response:
-        return _json(request, await stored.cancel(request.state.caller, response_id))
+        body = await stored.cancel(request.state.caller, response_id)
+        with suppress(HTTPException):  # it is too late to refuse the call, but the bytes count
+            request.scope["state"][HOLD](len(body))
+        return Response(body, media_type="application/json")
 
     @routes.get(
         PATH + "/{response_id}/input_items",
