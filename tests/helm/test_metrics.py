@@ -29,6 +29,15 @@ def test_every_metric_has_the_label_of_its_release(kind: str) -> None:
     assert {"targetLabel": "baton_release", "replacement": "llm/blue"} in endpoint["relabelings"]
 
 
+@pytest.mark.parametrize("kind", ENDPOINTS)
+def test_metrics_get_further_labels(kind: str) -> None:
+    part, added = kind[0].lower() + kind[1:], [{"targetLabel": "model_name", "replacement": "smollm2"}]
+    more = {"metrics": {part: {"enabled": True, "relabelings": added}}}
+    (plain,) = render(METRICS).one(kind)["spec"][ENDPOINTS[kind]]
+    (endpoint,) = render(merged(METRICS, more)).one(kind)["spec"][ENDPOINTS[kind]]
+    assert endpoint["relabelings"] == plain["relabelings"] + added
+
+
 def test_alerts_are_about_the_metrics_of_their_own_release() -> None:
     found = rules(render(METRICS, name="blue"))
     assert len(found) == len(list(alert_expressions()))
