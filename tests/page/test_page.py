@@ -99,6 +99,23 @@ async def test_a_page_that_lost_its_gateway_says_so_and_an_error_is_shown(folder
         await page.until("document.querySelector('#connection').innerText.includes('no connection')")
 
 
+async def test_pairs_of_workers_that_left_are_forgotten_in_the_end(folder: Path) -> None:
+    """In a fleet that scales, new workers have new names, and a tab may be open for weeks."""
+    async with gateway_with(folder, {}, {}) as under_test, browser() as running:
+        page = await running.open(f"{under_test.http_url}/")
+        known = await page.evaluate("""import("./page/links.js").then(({ Links }) => {
+            const links = new Links({ element: () => null });
+            for (let second = 0; second < 2000; second += 1) {
+                const handover = { decode: "d", done: 1, failed: 0, num_bytes: 1 };
+                const handovers = [{ prefill: "old", ...handover }, { prefill: `w${second}`, ...handover }];
+                links.draw({ handovers, last_minute: { newest: second }, workers: [] }, false);
+            }
+            return [...links.pairs.keys()];
+        })""")
+    assert (len(known), known[-1]) == (1024, "w1999 d")
+    assert "old d" in known
+
+
 async def test_a_page_that_may_not_watch_at_present_says_why(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

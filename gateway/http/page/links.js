@@ -10,6 +10,7 @@ const MAX_IDLE_LINKS = 64;
 const MAX_LINKS = 96;
 const CROSSING_MS = 1100;
 const MAX_PAIRS = 256; // a gateway reports at most this many pairs
+const MAX_KNOWN_PAIRS = 4 * MAX_PAIRS; // workers leave, and new ones have new names
 const NOTHING = { done: 0, failed: 0, bytes: 0 };
 const WINDOW_S = 60;
 const RATE_S = 5;
@@ -51,8 +52,10 @@ export class Links {
       const more = { second, done: done - before.done, failed: failed - before.failed, bytes: bytes - before.bytes };
       if (more.done || more.failed) pair.seconds.push(more);
       if (more.done) crossing.push([pair, more.done]);
+      this.pairs.delete(id); // so that the oldest pair comes first
       this.pairs.set(id, Object.assign(pair, { done, failed, bytes }));
     }
+    for (const id of [...this.pairs.keys()].slice(0, -MAX_KNOWN_PAIRS)) this.pairs.delete(id);
     for (const pair of this.pairs.values()) {
       pair.seconds = pair.seconds.filter((part) => part.second > second - WINDOW_S);
     }
