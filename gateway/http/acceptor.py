@@ -18,7 +18,7 @@ from gateway.http.protocol import TOO_MANY, BoundedH11
 HANDSHAKE_TIMEOUT_S = 10.0
 """Longest time from the accept of a connection to the end of its TLS handshake."""
 
-MAX_REFUSALS = 16
+MAX_REFUSALS = 64
 """At most this many connections beyond the limit stay open until their refusal is sent. Further connections are closed
 at once."""
 REFUSAL_TIMEOUT_S = 2.0

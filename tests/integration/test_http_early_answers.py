@@ -2,14 +2,17 @@
 
 import asyncio
 import http.client
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.system.tasks import end_tasks
 from tests.factories.api_keys import API_KEYS, AS_ADMIN
-from tests.factories.gateway import gateway_with
+from tests.factories.gateway import gateway_with, silent
 
 HEAD = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 MUCH = b"x" * 8 * 2**20
@@ -36,6 +39,28 @@ async def test_a_client_that_sends_its_whole_body_first_gets_the_refusal(
         assert under_test.gateway.http_port is not None
         for _ in range(3):
             assert await asyncio.to_thread(status_of, under_test.gateway.http_port) == status
+
+
+async def test_each_client_of_a_burst_beyond_the_limit_of_connections_is_told_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.http.acceptor.REFUSAL_TIMEOUT_S", 60.0)
+    async with gateway_with(folder, {}, {"d0": silent}, max_connections=2) as under_test:
+        assert under_test.gateway.http_port is not None
+        async with under_test.http() as client:
+            body = {"model": "tiny", "prompt": "x"}
+            running = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+            await under_test.until(lambda: under_test.dispatcher.num_in_flight == 2)
+            with ThreadPoolExecutor(40) as threads:
+                refuse = partial(
+                    asyncio.get_running_loop().run_in_executor,
+                    threads,
+                    status_of,
+                    under_test.gateway.http_port,
+                )
+                assert set(await asyncio.gather(*[refuse() for _ in range(40)])) == {503}
+            await end_tasks(*running)
+        await under_test.until(lambda: not under_test.dispatcher.num_in_flight)
 
 
 MALFORMED = {
