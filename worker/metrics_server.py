@@ -1,4 +1,4 @@
-"""MetricsServer: answers GET /metrics over HTTP on its own threads; a silent reader delays no other reader."""
+"""MetricsServer: answers GET and HEAD of /metrics on its own threads; a silent reader delays no other reader."""
 
 import io
 import logging
@@ -122,7 +122,10 @@ class _Reader(BaseHTTPRequestHandler):
         self.send_header("content-type", content_type)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 - the name that BaseHTTPRequestHandler calls
 
     def version_string(self) -> str:
         return "baton"

@@ -150,6 +150,9 @@ def test_metrics_are_served_there_and_nothing_else_is() -> None:
         with urllib.request.urlopen(request, timeout=10) as answer:
             assert (answer.read(), answer.headers["content-type"]) == (b"said a/b", "text/x")
             assert "Python" not in answer.headers["server"]
+        head = urllib.request.Request(f"http://{address}/metrics", headers={"accept": "a/b"}, method="HEAD")
+        with urllib.request.urlopen(head, timeout=10) as answer:
+            assert (answer.read(), answer.headers["content-length"]) == (b"", "8")
         with pytest.raises(HTTPError) as refused:
             urllib.request.urlopen(f"http://{address}/", timeout=10)
         with refused.value:
