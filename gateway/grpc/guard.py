@@ -242,9 +242,9 @@ async def _receive_one(read: Read, context: Context) -> Any:
 
 
 async def _read(parse: Callable[[bytes], Any], kind: Descriptor | None, body: bytes) -> Any:
-    if kind is not None:
-        await check_num_fields(body, kind)
     try:
+        if kind is not None:
+            await check_num_fields(body, kind)
         return parse(body)
     except DecodeError:
         raise InvalidRequest("request", "the bytes are not a valid message for this call") from None

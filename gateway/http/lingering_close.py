@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -37,7 +38,8 @@ class LingeringTransport:
             self.close_now()
             return
         if self._transport.can_write_eof():  # TLS cannot; then the answer's length shows its end
-            self._transport.write_eof()
+            with suppress(OSError):  # the client's reset has arrived, but was not read yet
+                self._transport.write_eof()
         self._transport.resume_reading()
         self._end = asyncio.get_running_loop().call_later(self._longest_s, self._transport.close)
 

@@ -1,4 +1,4 @@
-"""Messages with very many fields are refused before protobuf parses them; others are left to protobuf."""
+"""Messages with very many fields are refused before protobuf parses them, and so are malformed ones."""
 
 import asyncio
 
@@ -34,7 +34,6 @@ MANY: dict[str, bytes] = {
     "entries of a map": field(5, field(10, b"") * MAX_FIELDS),
     "numbers that are not packed": field(3, b"\x08\x01" * MAX_FIELDS),
     "unknown fields": b"\xf8\x01\x01" * (MAX_FIELDS + 1),
-    "unknown groups": b"\xfb\x01\xfc\x01" * MAX_FIELDS,
     "unknown fixed numbers": b"\xf9\x01" * 5 + (b"\xfd\x01" + b"\xf5" * 4) * (MAX_FIELDS + 1),
 }
 
@@ -61,14 +60,29 @@ async def test_all_others_are_accepted(name: str) -> None:
     await check_num_fields(FEW[name].SerializeToString(), KIND)
 
 
-@pytest.mark.parametrize(
-    "end", [b"\xff" * MAX_FIELDS, b"\x0b" + b"\xff" * 20, b"\x22\xff\xff\xff\x7f", b"\x12", b"\x0d\x00"]
-)
-async def test_malformed_bytes_are_left_to_the_parser(end: bytes) -> None:
-    body = FEW["a long text"].SerializeToString() + end
-    await check_num_fields(body, KIND)
+MALFORMED = {
+    "a key that is too long": b"\xff" * MAX_FIELDS,
+    "a number that is too long": b"\x08" + b"\xff" * 20,
+    "a message beyond the end": b"\x22\xff\xff\xff\x7f",
+    "no length": b"\x12",
+    "an unknown wire type": b"\x0e",
+    "the end of a group": b"\xfc\x01",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_malformed_bytes_are_refused(name: str) -> None:
+    body = FEW["a long text"].SerializeToString() + MALFORMED[name]
     with pytest.raises(DecodeError):
         pb.GenerateRequest.FromString(body)
+    with pytest.raises(DecodeError):
+        await check_num_fields(body, KIND)
+
+
+async def test_nothing_hides_behind_a_group() -> None:
+    group = b"\xfb\x01" + field(4, b"\xff" * 11) + b"\xfc\x01"
+    with pytest.raises(DecodeError, match="wire type 3"):
+        await check_num_fields(group + MANY["empty messages"], KIND)
 
 
 async def test_other_tasks_run_meanwhile() -> None:
