@@ -211,7 +211,7 @@ class LaunchedStep:
                 logprobs.pop(request_id, None)
                 continue
             self.match(request, token.token_id)
-            if request_id in self._worn:
+            if request_id in self._worn or request_id in self._failed:
                 continue  # nothing says that the grammar allows this token
             token_ids.setdefault(request_id, []).append(token.token_id)
             if token.logprobs is not None:

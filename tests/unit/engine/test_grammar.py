@@ -357,18 +357,19 @@ def test_c13_a_broken_grammar_fails_its_request_alone_as_the_clients_mistake(fol
     assert text_of(outputs["good"]) in ("yes", "no")
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize(("async_scheduling", "bias"), [(True, 0.0), (False, 0.0), (True, 100.0)])
 @pytest.mark.parametrize("source", ['start: start "a"', 'start: "no" end\nend: end "x"'])
 def test_an_answer_that_cannot_go_on_is_an_error_and_not_complete(
-    folder: Path, source: str, async_scheduling: bool
+    folder: Path, source: str, async_scheduling: bool, bias: float
 ) -> None:
     engine = Engine(folder, async_scheduling=async_scheduling)
-    engine.add("dead", StructuredOutput(GrammarKind.LARK, source))
+    engine.add("dead", StructuredOutput(GrammarKind.LARK, source), logit_bias={EOS_TOKEN_ID: bias})
     engine.add("good", YES_OR_NO)
     outputs = engine.run()
     last = outputs["dead"][-1]
     assert (last.finish_reason, last.error_kind) == (FinishReason.ERROR, ErrorKind.INVALID_REQUEST)
     assert "no token can follow" in (last.error or "")
+    assert text_of(outputs["dead"]) in source, "no token that no mask has allowed"
     assert text_of(outputs["good"]) in ("yes", "no")
 
 
