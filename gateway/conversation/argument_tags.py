@@ -4,6 +4,7 @@ Arguments become JSON while they arrive: strings piece by piece, other values wh
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ from gateway.conversation.python_literals import python_literal
 from gateway.conversation.reader import Markers, Reader, Steps
 
 MAX_VALUE_CHARACTERS = 65_536
-"""Longest JSON value that may contain the text of its end tag. A longer value ends at this text."""
+"""Longest JSON value that may contain the text of its end tag. A longer value ends at this text, unless a grammar makes
+it JSON."""
 MAX_KEY_CHARACTERS = 500
 _NOT_PLAIN = frozenset(
     {
@@ -122,7 +124,7 @@ class ArgumentTags:
         A JSON string may contain the tag after a value. So the value is first read as JSON, if it begins like
         JSON.
         """
-        reader.begin_attempt(MAX_VALUE_CHARACTERS)
+        reader.begin_attempt(sys.maxsize if is_guided else MAX_VALUE_CHARACTERS)
         begin = (yield from reader.peek()) if calls.num_misread < MAX_MISREAD else ""
         kind = {'"': "string", "{": "object", "[": "array"}.get(begin)
         is_read = kind is not None and (not types or kind in types)

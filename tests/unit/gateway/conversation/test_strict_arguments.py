@@ -10,6 +10,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.sampling import GrammarKind, StructuredOutput
 from gateway.conversation import Tool, ToolChoice, ToolUse
+from gateway.conversation.argument_tags import MAX_VALUE_CHARACTERS
 from gateway.conversation.guided_schema import divisible
 from gateway.conversation.python_literals import keyword_arguments
 from tests.factories.conversations import ASKED, calls_in, format_of, parts_of
@@ -281,3 +282,14 @@ def test_an_answer_that_ends_in_a_string_with_the_tag_after_a_value_has_no_text(
         parts = parts_of(format_of(family), [*answer[:at]], conversation)
         assert parts.text == ""
         assert whole.startswith(parts.calls[0].arguments)
+
+
+@pytest.mark.parametrize("family", TAGGED)
+def test_a_guided_value_is_json_to_its_end_however_long_it_is(family: str) -> None:
+    conversation = with_tool("f", {"a": {"type": ["string", "null"]}}, REQUIRED)
+    begin, end = TAGGED[family].split("{}")
+    value = json.dumps("x" * MAX_VALUE_CHARACTERS + end.partition(">")[0] + ">y")
+    parts = parts_of(format_of(family), [begin, value, end], conversation)
+    (only,) = parts.calls
+    assert (only.arguments, only.is_whole) == (f'{{"a": {value}}}', True)
+    assert parts.text == ""
