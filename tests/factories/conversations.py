@@ -149,7 +149,10 @@ HARMONY = (
     "{% for tool in tools or [] %}{{ '// ' + tool.function.description }} {{ tool.function | tojson }}{% endfor %}"
     "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.tool_calls %}"
     "{% if m.content and m.thinking %}{{ raise_exception('either content or thinking') }}{% endif %}"
-    "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{% set later = namespace(is_final=false) %}{% for turn in messages[loop.index:] %}"
+    "{% if turn.role == 'assistant' and 'tool_calls' not in turn %}{% set later.is_final = true %}{% endif %}"
+    "{% endfor %}{% if m.thinking and not later.is_final %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "{% set f = m.tool_calls[0].function %}{% set last.name = f.name %}"
     "<|start|>assistant to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
     "{{ f.arguments | tojson }}<|call|>"
@@ -161,7 +164,7 @@ HARMONY = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 """A template like gpt-oss's. It writes one call of a turn, and the description of each tool. Results belong
-to the last call, unless the assistant wrote a text since then."""
+to the last call, unless the assistant wrote a text since then. Thoughts before a final message are left out."""
 
 THINKING = TEMPLATES["hermes"].replace(
     GENERATION,

@@ -32,7 +32,13 @@ from gateway.conversation.formats.harmony_parser import (
 )
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, Vocabulary, quoted
-from gateway.conversation.messages import Conversation, ToolUse, one_call_per_turn
+from gateway.conversation.messages import (
+    ChatMessage,
+    Conversation,
+    Messages,
+    ToolUse,
+    one_call_per_turn,
+)
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
 from gateway.conversation.turn_grammar import (
     checked_grammar,
@@ -43,6 +49,7 @@ from gateway.conversation.turn_grammar import (
 
 _OTHERS = tuple(token for token in TOKENS if token != END)
 """Under the grammar, a message contains none of these tokens before its END."""
+_COMMENTARY_HEAD = f"{CHANNEL}{COMMENTARY}{MESSAGE}"
 
 
 class HarmonyFormat:
@@ -60,7 +67,8 @@ class HarmonyFormat:
 
     def template_arguments(self, conversation: Conversation) -> dict[str, Any]:
         variables = self._template.variables(conversation)
-        one_by_one = replace(conversation, messages=one_call_per_turn(conversation.messages))
+        messages = _with_remarks_in_thoughts(conversation.messages)
+        one_by_one = replace(conversation, messages=one_call_per_turn(messages))
         turns = self._template.turns(one_by_one, TemplateStyle())
         # The template always writes a tool's description, so a tool without one gets an empty text.
         tools = [described(replace(tool, description=tool.description or "")) for tool in conversation.tools]
@@ -110,6 +118,28 @@ class HarmonyFormat:
     ) -> HarmonyParser:
         may_call = conversation.tool_choice.use is not ToolUse.NONE
         return HarmonyParser(conversation.tools if may_call else (), self._prefix)
+
+
+def _with_remarks_in_thoughts(messages: Messages) -> Messages:
+    """The messages, with texts before calls behind the thoughts of their turns, since the last answer without calls.
+
+    As a turn of its own, such a text would be a final message, and the template drops all thoughts before a final
+    message. Behind the thought, it is on the channel on which the model wrote it.
+    """
+    ends = [
+        n for n, message in enumerate(messages, 1) if message.role == "assistant" and not message.tool_calls
+    ]
+    begin = max(ends, default=0)
+    if not any(message.reasoning for message in messages[begin:]):
+        return messages
+    return (*messages[:begin], *map(_with_remark_in_thought, messages[begin:]))
+
+
+def _with_remark_in_thought(message: ChatMessage) -> ChatMessage:
+    if not message.tool_calls or not message.content:
+        return message
+    head = f"{message.reasoning}{END}{START}{ASSISTANT}{_COMMENTARY_HEAD}" if message.reasoning else ""
+    return replace(message, content="", reasoning=head + message.content)
 
 
 def _head(lark: Lark, channel: str) -> str:

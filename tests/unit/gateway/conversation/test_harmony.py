@@ -358,11 +358,31 @@ def test_each_earlier_call_is_a_turn_with_its_result_behind_it() -> None:
     prompt = rendered(FORMAT, HARMONY, replace(ASKED, messages=(*ASKED.messages, turn, *results)))
 
     assert prompt.partition("Zürich?<|end|>")[2] == (
-        "<|start|>assistant<|channel|>final<|message|>Wait.<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
         '<|start|>assistant to=functions.search<|channel|>commentary json<|message|>{"query": "a"}<|call|>'
         '<|start|>functions.search to=assistant<|channel|>commentary<|message|>"found"<|end|>'
         f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>"
         '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"warm"<|end|>'
         "<|start|>assistant"
     )
+
+
+@pytest.mark.parametrize("thought", ["Now.", "", None])
+def test_a_text_before_a_call_does_not_hide_the_thoughts_before_it(thought: str | None) -> None:
+    """The template leaves out thoughts before a final message. After the answer, such a text is one."""
+    call, found = called(("search", "{}")), ChatMessage("tool", "found", tool_call_id="call_0", name="search")
+    first, second = replace(call, reasoning="Hm."), replace(call, content="Wait.", reasoning=thought)
+    loop = (*ASKED.messages, first, found, second, found)
+    channels = "<|start|>assistant<|channel|>{}<|message|>{}<|end|>"
+    thoughts = channels.format("analysis", "Now.") + channels.format("commentary", "Wait.")
+
+    during = rendered(FORMAT, HARMONY, replace(ASKED, messages=loop))
+    after = rendered(FORMAT, HARMONY, replace(ASKED, messages=(*loop, ChatMessage("assistant", "Done."))))
+
+    assert channels.format("analysis", "Hm.") in during
+    assert (thoughts if thought else channels.format("analysis", "Wait.")) in during
+    assert "<|channel|>final" not in during
+    assert "analysis" not in after
+    assert channels.format("final", "Wait.") in after
+    assert channels.format("final", "Done.") in after
