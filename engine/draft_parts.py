@@ -1,21 +1,21 @@
 """make_drafter: makes the configured drafter; load_draft: loads its draft model."""
 
-import json
 import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from baton.config import BatonConfig, SchedulerConfig, SpeculationConfig
-from baton.errors import ConfigError, ModelError
+from baton.errors import ModelError
 from engine.draft_model import DraftModel
 from engine.drafts import Drafter, NGramProposer, Proposer
 from engine.forward import TorchForward
 from engine.kv_cache import KVPool
+from engine.loading.draft_check import check_draft, check_served
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.pretrained import default_cache_dir, resolve
 from engine.loading.weights import OnLoaded
+from engine.model_config import read_architecture
 from engine.runner_parts import make_attention
 from engine.sampler import TorchSampler
 
@@ -56,17 +56,14 @@ def load_draft(
     speculation = config.speculation
     if speculation.method != "draft_model" or model.collectives.rank > 0:
         return None
-    if model.layer_groups.groups.num_windowed:
-        raise ConfigError(
-            "speculation.method: got 'draft_model', but the served model has sliding windows, so its KV is freed "
-            "while a draft model still needs it; use 'ngram'"
-        )
+    check_served(speculation, model.architecture)
     if speculation.draft_layers is not None:
         first = _first_layers(model, speculation.draft_layers)
         return Draft(first, shares_kv=True, speculation=speculation)
     assert speculation.draft_model is not None
     try:
         path = resolve(speculation.draft_model, default_cache_dir(os.environ))
+        check_draft(read_architecture(path), path, model.architecture, model_path)
         quantization = speculation.draft_quantization or config.model.quantization
         draft = load_model(
             config.model.with_values("speculation", quantization=quantization),
@@ -76,9 +73,6 @@ def load_draft(
             on_progress=on_progress,
             max_model_len=config.scheduler.max_model_len,
         )
-        _check_vocabulary(draft, path, model, model_path)
-        if draft.layer_groups.groups.num_windowed:
-            raise ModelError(f"{path} has sliding windows, which a draft model may not have")
     except ModelError as error:
         raise ModelError(f"speculation.draft_model: {error}") from error
     longest = config.scheduler.max_model_len or model.max_model_len
@@ -138,37 +132,8 @@ def _make_draft_model(draft: Draft, config: SchedulerConfig, model: LoadedModel,
 
 
 def _first_layers(model: LoadedModel, num_layers: int) -> LoadedModel:
-    a = model.architecture
-    if num_layers > a.num_layers:
-        raise ConfigError(
-            f"speculation.draft_layers: got {num_layers}, but the served model has {a.num_layers} layers"
-        )
-    architecture = a.of_layers(range(num_layers))
+    architecture = model.architecture.of_layers(range(num_layers))
     return replace(model, architecture=architecture, decoder=model.decoder.first_layers(num_layers))
-
-
-def _check_vocabulary(draft: LoadedModel, path: Path, model: LoadedModel, model_path: Path) -> None:
-    """ModelError if an id means one token to the draft model, and another token to the served model."""
-    if draft.vocab_size != model.vocab_size:
-        raise ModelError(
-            f"{path} has {draft.vocab_size} tokens in its vocabulary, but the served model {model_path} has "
-            f"{model.vocab_size}; a draft model needs the same vocabulary"
-        )
-    if path != model_path and _tokens(path) != _tokens(model_path):
-        raise ModelError(
-            f"the vocabulary of {path} differs from that of the served model {model_path}; a draft model needs the "
-            "same vocabulary"
-        )
-
-
-def _tokens(path: Path) -> tuple[Any, Any]:
-    """The vocabulary and the added tokens of a folder's tokenizer."""
-    try:
-        values = json.loads((path / "tokenizer.json").read_bytes())
-        added = [(each["id"], each["content"]) for each in values.get("added_tokens", ())]
-        return values["model"]["vocab"], added
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"cannot read the vocabulary in {path / 'tokenizer.json'}: {error!r}") from error
 
 
 def cost_of(draft: LoadedModel, model: LoadedModel) -> float:

@@ -11,13 +11,14 @@ import pytest
 from rich.console import Console
 
 from baton.config import BatonConfig, GatewayConfig
-from baton.errors import ConfigError, ModelError
+from baton.errors import BatonError, ConfigError, ModelError
 from cluster.serve import owned_fleet
 from cluster.serve.gateway import _served_model, check_ports
 from cluster.serve.owned_fleet import fleets_folder, most_ranks, resolve_model, with_choices_of
 from cluster.serve.screen import Screen
 from engine.loading import dtype
 from tests.factories.control_api import MODEL_PATH, StandingFleet, packed
+from tests.factories.models import make_model_dir
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,29 @@ def test_a_folder_without_weights_is_refused_before_any_worker_starts(
     with pytest.raises(ModelError, match=r"model\.safetensors does not exist"):
         resolve_model(BatonConfig.from_mapping(sections), screen)
     resolve_model(BatonConfig.from_mapping({**sections, "cluster": {"ray_address": "head:6379"}}), screen)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        ({"draft_layers": 99}, "draft_layers: got 99, but the served model has"),
+        ({"draft_model": "small"}, "has 320 tokens in its vocabulary, but the served model"),
+    ],
+    ids=str,
+)
+def test_drafts_that_a_worker_would_refuse_are_refused_before_the_weights_are_downloaded(
+    speculation: dict[str, Any], message: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"smollm2": folder, "small": make_model_dir(tmp_path, num_hidden_layers=1, vocab_size=320)}
+
+    def resolve(name: str, *_: object, weights: bool = True) -> Path:
+        assert not weights, "not yet"
+        return folders[name]
+
+    monkeypatch.setattr(owned_fleet, "resolve", resolve)
+    config = BatonConfig.from_mapping({"speculation": {"method": "draft_model", **speculation}})
+    with pytest.raises(BatonError, match=message):
+        resolve_model(config, Screen(Console(file=io.StringIO())))
 
 
 def test_an_adapter_that_is_not_applied_is_named(tmp_path: Path, folder: Path) -> None:
