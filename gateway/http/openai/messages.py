@@ -18,7 +18,15 @@ MAX_CALL_NAME_CHARACTERS = 256
 """Longest name in a call that the model made. This name may differ from all names of tools."""
 
 
-class TextPart(Body):
+class Cacheable(Body):
+    """A part of a request that clients of several providers may mark for Anthropic's prefix cache."""
+
+    cache_control: Any = Field(
+        None, description="Accepted and ignored: all prefixes are cached while there is room."
+    )
+
+
+class TextPart(Cacheable):
     """A piece of a message's text. Images, audio and files are not supported."""
 
     type: Literal["text"]
@@ -56,7 +64,7 @@ TypeOfText = Annotated[
 ]
 
 
-class InputMessage(Body):
+class InputMessage(Cacheable):
     """A message to the model."""
 
     role: Literal["developer", "system", "user"] = Field(
@@ -88,7 +96,16 @@ class Call(Body):
     index: int | None = Field(None, ge=0, description="Accepted and ignored: pieces of streams have it.")
 
 
-class AssistantMessage(Body):
+class ThoughtBlock(Body):
+    """A thought in the form of Anthropic's API, to which LiteLLM and others convert reasoning."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+    signature: Any = Field(None, description="Accepted and ignored.")
+    data: Any = Field(None, description="Accepted and ignored.")
+
+
+class AssistantMessage(Cacheable):
     """An answer of the model. It may be sent back unchanged, with its empty fields."""
 
     role: Literal["assistant"]
@@ -101,6 +118,9 @@ class AssistantMessage(Body):
         description="What the model thought before it answered. It sees this again if its chat template reads it.",
     )
     reasoning: str | None = Field(None, description="vLLM's newer name for reasoning_content.")
+    thinking_blocks: Annotated[list[ThoughtBlock], Field(max_length=MAX_PARTS, fail_fast=True)] | None = (
+        Field(None, description="LiteLLM's form of reasoning_content, which counts if both are given.")
+    )
     name: Name | None = None
     type: TypeOfText = None
     refusal: NotSupported = None
@@ -119,12 +139,14 @@ class AssistantMessage(Body):
             ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
         ]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if reasoning is None:
+            reasoning = "".join(block.thinking for block in self.thinking_blocks or ())
         return ChatMessage(
             "assistant", _text_of(self.content), reasoning or None, tuple(calls), name=self.name or None
         )
 
 
-class ToolMessage(Body):
+class ToolMessage(Cacheable):
     """The result of a call."""
 
     role: Literal["tool"]

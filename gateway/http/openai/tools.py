@@ -10,6 +10,7 @@ from baton.errors import InvalidRequest
 from gateway.conversation import NO_ARGUMENTS, Tool, ToolChoice, ToolUse
 from gateway.conversation.checks import MAX_SCHEMA_CHARACTERS, MAX_TOOLS, check_among, check_tools
 from gateway.http.body import Body
+from gateway.http.openai.messages import Cacheable
 
 MAX_DESCRIPTION_CHARACTERS = 2**16
 
@@ -18,7 +19,7 @@ MAX_NAME_CHARACTERS = 128
 ToolName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.:/-]{{1,{MAX_NAME_CHARACTERS}}}$")]
 
 
-class FunctionDefinition(Body):
+class FunctionDefinition(Cacheable):
     """A function that the client can run for the model."""
 
     name: ToolName
@@ -29,7 +30,7 @@ class FunctionDefinition(Body):
     strict: bool | None = Field(None, description="Arguments always match the schema.")
 
 
-class FunctionTool(Body):
+class FunctionTool(Cacheable):
     """A tool that the client runs itself. The model is told of it, and may ask for it."""
 
     type: Literal["function"]

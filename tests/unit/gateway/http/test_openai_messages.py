@@ -1,0 +1,46 @@
+"""Fields of Anthropic's API that clients of several providers leave in chats."""
+
+from typing import Any
+
+from gateway.http.openai.chat_request import ChatCompletionRequest
+from gateway.http.openai.messages import chat_messages_of
+from gateway.http.openai.tools import tools_of
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def request_of(*messages: dict[str, Any], **fields: Any) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate({"model": "m", "messages": [*messages], **fields})
+
+
+def test_marks_for_a_prefix_cache_change_nothing() -> None:
+    def asked(mark: dict[str, Any]) -> ChatCompletionRequest:
+        text = {"type": "text", "text": "a", **mark}
+        return request_of(
+            {"role": "system", "content": [text], **mark},
+            {"role": "user", "content": [text]},
+            {"role": "assistant", "content": [text], "tool_calls": [CALL], **mark},
+            {"role": "tool", "content": "b", "tool_call_id": "c", **mark},
+            tools=[{"type": "function", "function": {"name": "f", **mark}, **mark}],
+        )
+
+    marked, plain = asked(MARK), asked({})
+    assert chat_messages_of(marked.messages) == chat_messages_of(plain.messages)
+    assert tools_of(marked.tools) == tools_of(plain.tools)
+
+
+def test_thoughts_in_blocks_are_reasoning_unless_the_message_also_has_it_as_text() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "Hm", "signature": "s"},
+        {"type": "thinking", "thinking": "m."},
+        {"type": "redacted_thinking", "data": "x"},
+    ]
+    for fields, reasoning in (
+        ({"thinking_blocks": blocks}, "Hmm."),
+        ({"thinking_blocks": blocks, "reasoning_content": "Oh."}, "Oh."),
+        ({"thinking_blocks": blocks, "reasoning": ""}, None),
+        ({"thinking_blocks": []}, None),
+    ):
+        (message,) = chat_messages_of(request_of({"role": "assistant", "content": "a", **fields}).messages)
+        assert message.reasoning == reasoning
