@@ -164,6 +164,11 @@ def read_gguf(path: Path) -> GgufFile:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
+def gguf_layers(prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    """`model.layers.3.` -> `blk.3.`, for each of these beginnings of names."""
+    return tuple(prefix.replace("model.layers.", "blk.") for prefix in prefixes)
+
+
 class _Reader:
     """Reads the file from its beginning to the start of the data."""
 

@@ -19,8 +19,12 @@ GPT_OSS_PATTERN = 2
 """Every second layer has no window."""
 ROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 """LongRoPE's divisors: the key of config.json -> the tensor."""
+SIGMOID = 2
+"""The value of `expert_gating_func` for experts whose scores are sigmoids."""
 SMOLLM3_PATTERN = 4
 """Every fourth layer does not rotate; llama.cpp has this number in its code, too."""
+OLMO3_PATTERN = 4
+"""Every fourth layer has no window, if the file does not say which; llama.cpp has this number in its code, too."""
 PHI3_4K_WINDOW = 2047
 """The window of the Phi-3 models with 4,096 positions; their files of early 2024 lack this number."""
 
@@ -121,6 +125,36 @@ def _gpt_oss(file: GgufFile, config: Config) -> Config:
     }
 
 
+def _olmo2(file: GgufFile, config: Config) -> Config:
+    """A file with windows is OLMo 3. Only its layers without a window scale their rotation."""
+    full = config["rope_parameters"]
+    key = "olmo2.rope.scaling.yarn_attn_factor"
+    if (
+        factor := positive_in(file, key, default=1.0)
+    ) != 1.0:  # the converter writes `attention_factor` there
+        if full["rope_type"] != "yarn":
+            raise ModelError(f"{file.path}: {key} ({factor}) is not supported without YaRN")
+        full = full | {"attention_factor": factor}
+    if "sliding_window" not in config:
+        return config | {"rope_parameters": full}
+    key, num_layers = "olmo2.attention.sliding_window_pattern", config["num_hidden_layers"]
+    pattern = file.metadata.get(key, OLMO3_PATTERN)
+    if pattern == OLMO3_PATTERN:
+        pattern = [(layer + 1) % OLMO3_PATTERN for layer in range(num_layers)]
+    if not isinstance(pattern, list) or len(pattern) != num_layers:
+        raise ModelError(
+            f"{file.path}: {key} ({pattern!r:.80}) must have a value for each of {num_layers} layers"
+        )
+    base = positive_in(file, "olmo2.rope.freq_base_swa", default=full["rope_theta"])
+    return config | {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in pattern],
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": base},
+        },
+    }
+
+
 def _phi3(file: GgufFile, config: Config) -> Config:
     """Keeps the sliding window, as transformers does. llama.cpp has switched it off."""
     length = config["max_position_embeddings"]
@@ -178,6 +212,48 @@ def _glm4(file: GgufFile, config: Config) -> Config:
     return config | {"rope_parameters": rope}
 
 
+def _glm4_moe(file: GgufFile, config: Config) -> Config:
+    """The last layers of the file may be those that guess further tokens."""
+    _check_sigmoid(file, "glm4moe")
+    num_guessing = file.get(key := "glm4moe.nextn_predict_layers", int) or 0
+    num_layers = config["num_hidden_layers"] - num_guessing
+    if num_guessing < 0 or num_layers < 1:
+        raise ModelError(f"{file.path}: {key} ({num_guessing}) must be less than glm4moe.block_count")
+    scale = file.get("glm4moe.expert_weights_scale", float)
+    rope = config["rope_parameters"] | _rotated_part(file, "glm4moe", config["head_dim"])
+    return config | {
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": num_guessing,
+        "n_routed_experts": size_in(file, "glm4moe.expert_count", most=MAX_EXPERTS),
+        "num_experts_per_tok": size_in(file, "glm4moe.expert_used_count"),
+        "moe_intermediate_size": size_in(file, "glm4moe.expert_feed_forward_length"),
+        "n_shared_experts": size_in(file, "glm4moe.expert_shared_count"),
+        "first_k_dense_replace": file.get("glm4moe.leading_dense_block_count", int) or 0,
+        "norm_topk_prob": file.get("glm4moe.expert_weights_norm", bool) or False,
+        "routed_scaling_factor": scale or 1.0,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "rope_parameters": rope,
+    }
+
+
+def _minimax_m2(file: GgufFile, config: Config) -> Config:
+    _check_sigmoid(file, "minimax-m2")
+    rope = config["rope_parameters"] | _rotated_part(file, "minimax-m2", config["head_dim"])
+    return config | {
+        "num_local_experts": size_in(file, "minimax-m2.expert_count", most=MAX_EXPERTS),
+        "num_experts_per_tok": size_in(file, "minimax-m2.expert_used_count"),
+        "rope_parameters": rope,
+    }
+
+
+def _check_sigmoid(file: GgufFile, name: str) -> None:
+    key = f"{name}.expert_gating_func"
+    if (function := file.metadata.get(key, SIGMOID)) != SIGMOID:
+        raise ModelError(
+            f"{file.path}: {key} ({function!r:.80}) is not supported; only {SIGMOID} (sigmoid) is"
+        )
+
+
 def _smollm3(_: GgufFile, config: Config) -> Config:
     return config | {"no_rope_layer_interval": SMOLLM3_PATTERN}
 
@@ -203,9 +279,12 @@ _OF_FAMILY: Mapping[str, Callable[[GgufFile, Config], Config]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "glm4": _glm4,
+    "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
     "llama": _llama,
+    "minimax-m2": _minimax_m2,
+    "olmo2": _olmo2,
     "phi3": _phi3,
     "qwen3moe": _qwen3_moe,
     "smollm3": _smollm3,

@@ -38,6 +38,8 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }
 """`general.architecture` -> `architectures[0]` of a config.json."""
 VALUES_WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -82,20 +84,33 @@ EXPERTS = re.compile(r"(?:_exps|\.ffn_(?:gate|up|down)\.(\d+))\.")
 KEYS_READ = {
     "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("final_logit_softcapping",),
+    "glm4moe": (
+        "expert_count",
+        "expert_gating_func",
+        "expert_shared_count",
+        "expert_weights_norm",
+        "expert_weights_scale",
+        "leading_dense_block_count",
+        "nextn_predict_layers",
+    ),
     "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     "llama": ("expert_count",),
+    "minimax-m2": ("expert_count", "expert_gating_func"),
+    "olmo2": ("rope.scaling.yarn_attn_factor",),
     "phi3": ("rope.scaling.attn_factor",),
     "qwen3moe": ("expert_count",),
     "gpt-oss": ("expert_count",),
 }
 """The keys of VALUES_WITHOUT_EFFECT that an architecture supports with any value."""
-INTERMEDIATE_SIZE = {"gpt-oss": "expert_feed_forward_length"}
+INTERMEDIATE_SIZE = dict.fromkeys(("gpt-oss", "minimax-m2"), "expert_feed_forward_length")
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
-WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "phi3")
+WITH_WINDOW = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}
+"""`architectures[0]` of a config.json if the file has a sliding window, where the family is then another one."""
+WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3")
 """Architectures that may have a sliding window."""
-PARTLY_ROTATED = ("glm4", "phi3")
+PARTLY_ROTATED = ("glm4", "glm4moe", "minimax-m2", "phi3")
 """Architectures that may rotate only the first numbers of a head."""
-NEVER_TIED = ("gpt-oss", "olmo2")
+NEVER_TIED = ("gpt-oss", "minimax-m2", "olmo2")
 """Architectures whose embeddings are never also the projection to logits. The file must have the projection's tensor,
 also for llama.cpp."""
 
@@ -169,8 +184,8 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     architecture = ARCHITECTURES[name]
     if name == "llama" and (file.get("llama.expert_count", int) or 0) > 0:
         architecture = "MixtralForCausalLM"
-    elif name == "llama" and window:
-        architecture = "MistralForCausalLM"
+    elif window and name in WITH_WINDOW:
+        architecture = WITH_WINDOW[name]
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": FAMILIES[architecture].value,
@@ -192,7 +207,8 @@ def hugging_face_config(file: GgufFile) -> dict[str, Any]:
     if window:
         config["sliding_window"] = window
     config = completed(file, name, config)
-    _check_experts(file, config.get("num_experts", config.get("num_local_experts", 0)))
+    counts = (config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    _check_experts(file, next(filter(None, counts), 0))
     return config
 
 

@@ -101,6 +101,7 @@ _CUTS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Cut((_QWEN2,), is_nfc=True)),
     "tekken": _Cut((_TEKKEN,), prefers_whole_words=True),
     "gpt-4o": _Cut((_GPT_4O,), prefers_whole_words=True),
+    "minimax-m2": _Cut((_GPT_4O,)),
 }
 """The rule for each value of `tokenizer.ggml.pre`."""
 _BEGINS_WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")

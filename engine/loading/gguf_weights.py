@@ -19,7 +19,7 @@ import torch
 from baton.errors import ModelError
 from engine.layers.backend import Matrix
 from engine.layers.grouped_weight import GroupedWeight
-from engine.loading.gguf import GgufTensor, read_gguf
+from engine.loading.gguf import GgufTensor, gguf_layers, read_gguf
 from engine.loading.gguf_blocks import matrix_of
 from engine.loading.weights import FileWeights, OnLoaded, Shard, Take
 from engine.quantization_scheme import SMALLEST_GROUP
@@ -41,6 +41,9 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 """A Hugging Face name, without the layer and without `.weight` or `.bias` -> its name in GGUF files."""
 _GEMMA = {
@@ -62,6 +65,7 @@ _NAMES_OF = {
         "post_mlp_layernorm": "post_ffw_norm",
         "mlp.gate_up_proj": "ffn_up",
     },
+    "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
     "olmo2": {
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
@@ -102,6 +106,8 @@ def gguf_name(name: str, architecture: str) -> str:
     stem, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(stem)
     prefix, stem = (f"blk.{match[1]}.", match[2]) if match else ("", stem)
+    if kind == "e_score_correction_bias":
+        return f"{prefix}exp_probs_b.bias"
     if expert := _EXPERT.fullmatch(stem):
         return f"{prefix}{STACKS[expert[2]]}.{expert[1]}.{kind}"
     return f"{prefix}{(_NAMES | _NAMES_OF.get(architecture, {}))[stem]}.{kind}"
@@ -149,6 +155,11 @@ class GgufWeights(FileWeights):
         parts = [self._vector(take) if len(shape) == 1 else _floats(self._matrix(take)) for take in takes]
         return _in_turns(parts).to(self._device, self._dtype)
 
+    def take_float32(self, name: str, *shape: int) -> torch.Tensor:
+        take = Take(name, shape, None)
+        found = self._vector(take) if len(shape) == 1 else _floats(self._matrix(take))
+        return found.to(self._device, torch.float32)
+
     def take_matrix(
         self, name: str, num_outputs: int, num_inputs: int, *, shard: Shard | None = None
     ) -> Matrix:
@@ -168,15 +179,17 @@ class GgufWeights(FileWeights):
         self,
         *,
         allowed: tuple[str, ...] = (),  # noqa: ARG002
-        unread: tuple[str, ...] = (),  # noqa: ARG002
+        unread: tuple[str, ...] = (),
         elsewhere: Iterable[Take] = (),
     ) -> None:
-        """ModelError if the file has tensors that were requested neither here nor `elsewhere`."""
+        """ModelError if the file has tensors that were requested neither here nor `elsewhere`. Those of `unread` layers
+        are exceptions."""
         of_others = {
             gguf_name(part.name, self._architecture) for take in elsewhere for part in _takes_of(take)
         }
         no_weights = _NO_WEIGHT.get(self._architecture, _NO_WEIGHT_ELSEWHERE)
-        unexpected = sorted(self._tensors.keys() - self._taken - of_others - {*no_weights})
+        found = self._tensors.keys() - self._taken - of_others - {*no_weights}
+        unexpected = sorted(name for name in found if not name.startswith(gguf_layers(unread)))
         if unexpected:
             shown = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
             raise ModelError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.loading.demands import check_experts
-from engine.loading.gguf import GgufType, read_gguf
+from engine.loading.gguf import GgufType, gguf_layers, read_gguf
 from engine.loading.gguf_folder import EXPERTS as GGUF_EXPERTS
 from engine.loading.gguf_folder import gguf_of
 from engine.loading.model_files import TensorEntry, indexed_files, stored_tensors
@@ -29,7 +29,7 @@ _STACK = re.compile(r"(\.experts\.(?:gate_up|down)_proj)_(blocks|scales|bias)$")
 """The end of the name of a tensor that contains all experts of a layer."""
 _DIVIDED = ("o_proj", "down_proj", "w2")
 """The matrices whose inputs ranks divide among themselves."""
-_GGUF_DIVIDED = ("attn_output", "ffn_down", "ffn_down_exps")
+_GGUF_DIVIDED = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 """The names of the same matrices in GGUF files."""
 _ALWAYS_NUMBERS = ("kv_b_proj",)
 """The matrices that become numbers of `model.dtype` in any quantization."""
@@ -121,7 +121,7 @@ def read_weights(folder: Path, architecture: ModelArchitecture) -> StoredWeights
     ModelError if a file is damaged.
     """
     if (gguf := gguf_of(folder)) is not None:
-        return _read_gguf(gguf)
+        return _read_gguf(gguf, architecture)
     if not all((folder / name).is_file() for name in indexed_files(folder)):
         return None
     copies = ("lm_head.",) if architecture.tie_word_embeddings else ()
@@ -259,8 +259,9 @@ def _table(module: _Module | None) -> StoredTable:
     return StoredTable(num_parameters, num_bytes, 4 * num_parameters)  # becomes numbers of `model.dtype`
 
 
-def _read_gguf(file: Path) -> StoredWeights:
-    tensors = read_gguf(file).tensors
+def _read_gguf(file: Path, architecture: ModelArchitecture) -> StoredWeights:
+    unread = gguf_layers(architecture.unread_tensors)
+    tensors = {name: each for name, each in read_gguf(file).tensors.items() if not name.startswith(unread)}
     tables = {name: _gguf_table(prod(tensor.shape), tensor.type) for name, tensor in tensors.items()}
     divided: dict[DividedInputs, Size] = {}
     for name, tensor in tensors.items():

@@ -317,8 +317,9 @@ def families_table() -> str:
     ]
     for architecture, family in ARCHITECTURES.items():
         name, special = NAMES[family]
-        is_llama = family in (Family.MISTRAL, Family.MIXTRAL)
-        kind = "llama" if is_llama else in_gguf.get(architecture)
+        kind = {Family.MISTRAL: "llama", Family.MIXTRAL: "llama", Family.OLMO3: "olmo2"}.get(
+            family, in_gguf.get(architecture)
+        )
         gguf = "no" if kind is None else f"`{kind}`"
         rows.append(f"| {name} | `{architecture}` | {special} | yes | yes | yes | {gguf} |")
     return "\n".join(rows)

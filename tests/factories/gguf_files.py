@@ -29,9 +29,12 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "granite": "granite",
     "gemma2": "gemma2",
     "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
 }
@@ -59,13 +62,14 @@ def make_gguf(
     for key, value in values.items():
         if value is not None:
             _add(writer, key, value)
-    names = _names(architecture, config["num_hidden_layers"])
+    names = _names(architecture, config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     tensors: Iterable[tuple[str, torch.Tensor | np.ndarray[Any, Any]]]
     if architecture == "gpt-oss":
         tensors = stored_tensors(model)
     else:
         tensors = _with_stacks(model) if has_stacks else load_file(model / "model.safetensors").items()
     for name, tensor in tensors:
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         stem, _, suffix = name.rpartition(".")
         if has_stacks or not (match := EXPERT.fullmatch(stem)):
             gguf_name = f"{names.get_name(stem)}.{suffix}"
@@ -195,7 +199,7 @@ class _TensorReader(gguf.GGUFReader):
 def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[str, Any]:
     rope = config["rope_parameters"]
     sizes = {
-        "block_count": config["num_hidden_layers"],
+        "block_count": config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0),
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
@@ -208,6 +212,7 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         "rope.dimension_count": _rotary_dim(config, rope),
         "rope.scaling.original_context_length": config.get("original_max_position_embeddings"),
+        "attention.sliding_window_pattern": _pattern(config),
         "rope.scaling.attn_factor": rope.get("attention_factor"),
         "attn_logit_softcapping": config.get("attn_logit_softcapping"),
         "final_logit_softcapping": config.get("final_logit_softcapping"),
@@ -215,10 +220,13 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
         "logit_scale": config.get("logits_scaling"),
-        "expert_count": config.get("num_experts", config.get("num_local_experts")),
+        "expert_count": config.get(
+            "num_experts", config.get("num_local_experts", config.get("n_routed_experts"))
+        ),
         "expert_used_count": config.get("num_experts_per_tok"),
         "expert_feed_forward_length": config.get("moe_intermediate_size"),
         **_yarn(rope, config),
+        **_sigmoid_experts(config),
     }
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -241,15 +249,41 @@ def _metadata(config: dict[str, Any], architecture: str, model: Path) -> dict[st
     }
 
 
-def _yarn(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of gpt-oss, as in published files."""
-    if config["model_type"] != "gpt_oss":
+def _sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of GLM-4.5 and MiniMax-M2."""
+    if config["model_type"] == "minimax_m2":
+        return {"expert_feed_forward_length": config["intermediate_size"], "expert_gating_func": 2}
+    if config["model_type"] != "glm4_moe":
         return {}
     return {
-        "expert_feed_forward_length": config["intermediate_size"],
+        "expert_gating_func": 2,
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "nextn_predict_layers": config.get("num_nextn_predict_layers", 0),
+    }
+
+
+def _pattern(config: dict[str, Any]) -> list[bool] | None:
+    """Which layers of OLMo 3 have a window."""
+    if config["model_type"] != "olmo3":
+        return None
+    return [kind == "sliding_attention" for kind in config["layer_types"]]
+
+
+def _yarn(rope: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of gpt-oss and OLMo 3, as in published files."""
+    rope = rope.get("full_attention", rope)
+    if config["model_type"] not in ("gpt_oss", "olmo3") or rope["rope_type"] != "yarn":
+        return {}
+    of_experts = {"expert_feed_forward_length": config["intermediate_size"]}
+    return {
+        **(of_experts if config["model_type"] == "gpt_oss" else {}),
         "rope.scaling.type": rope["rope_type"],
         "rope.scaling.factor": rope["factor"],
         "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        "rope.scaling.yarn_attn_factor": rope.get("attention_factor"),
     }
 
 

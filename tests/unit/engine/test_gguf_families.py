@@ -16,10 +16,11 @@ from baton.sampling import MAX_LOGPROBS, SamplingParams
 from engine.collectives import Collectives
 from engine.loading.gguf import GgufTensor, read_gguf
 from engine.loading.gguf_folder import describe, hugging_face_config
+from engine.loading.gguf_weights import GgufWeights
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.stored_weights import read_weights
 from engine.model_config import read_architecture
-from tests.factories.families import longrope
+from tests.factories.families import GLM4_MOE, MINIMAX_M2, YARN, longrope
 from tests.factories.gguf_files import ARCHITECTURES, Kind, make_gguf
 from tests.factories.models import make_model_dir
 from tests.factories.stepping import StepDriver
@@ -46,6 +47,14 @@ GRANITE = {
     "logits_scaling": 4.0,
     "residual_multiplier": 0.375,
 }
+OLMO3 = {
+    "num_hidden_layers": 4,
+    "sliding_window": 4,
+    "rope_parameters": {
+        "full_attention": {**YARN, "attention_factor": 1.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 LONGROPE = longrope(1.5, 30.0, attention_factor=1.25)
 CASES = {
     "mixtral": Case("mixtral", MIXTRAL),
@@ -66,6 +75,11 @@ CASES = {
         "smollm3", {"num_hidden_layers": 5, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
     ),
     "olmo2": Case("olmo2", {"num_hidden_layers": 2}),
+    "olmo3": Case("olmo3", OLMO3),
+    "olmo3, another pattern": Case(
+        "olmo3",
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4, "num_hidden_layers": 2},
+    ),
     "granite": Case("granite", GRANITE | {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "gemma2": Case(
         "gemma2",
@@ -78,6 +92,11 @@ CASES = {
         },
     ),
     "glm4": Case("glm4", {"head_dim": 16, "num_hidden_layers": 2}),
+    "glm4 moe": Case("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "attention_bias": True}),
+    "glm4 moe, not normalized, two shared": Case(
+        "glm4_moe", GLM4_MOE | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0}
+    ),
+    "minimax m2": Case("minimax_m2", MINIMAX_M2 | {"num_hidden_layers": 2}),
     "glm4, all of a head rotated, not biased": Case(
         "glm4",
         {
@@ -91,6 +110,7 @@ CASES = {
 
 def folder_of(path: Path, source: Path, case: Case, kind: Kind | str = "F32", **metadata: Any) -> Path:
     """The folder that `--model FILE.gguf` makes of the source's file."""
+    path.mkdir(exist_ok=True)
     file = make_gguf(path / "model.gguf", source, kind, has_stacks=case.has_stacks, **metadata)
     describe(file, path / "folder")
     (path / "folder" / "model.gguf").symlink_to(file)
@@ -155,7 +175,9 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "granite", "gemma2", "glm4"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "olmo3", "granite", "gemma2", "glm4"]
+)
 def test_quantized_files(tmp_path: Path, name: str) -> None:
     """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
     case = CASES[name]
@@ -211,7 +233,18 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "olmo2": [
-        ({"attention__sliding_window": 9}, r"olmo2\.attention\.sliding_window \(9\) is not supported"),
+        (
+            {"rope__scaling__yarn_attn_factor": 2.0},
+            r"yarn_attn_factor \(2\.0\) is not supported without YaRN",
+        ),
+    ],
+    "olmo3": [
+        ({"attention__sliding_window_pattern": 3}, r"pattern \(3\) must have a value for each of 4 layers"),
+        (
+            {"attention__sliding_window_pattern": [True]},
+            r"pattern \(\[True\]\) must have a value for each of 4",
+        ),
+        ({"rope__scaling__yarn_ext_factor": 2.0}, r"yarn_ext_factor \(2\.0\) is not supported"),
     ],
     "granite": [
         ({"expert_count": 8}, r"granite\.expert_count \(8\) is not supported"),
@@ -224,6 +257,18 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"attention__sliding_window_pattern": 3}, r"sliding_window_pattern \(3\) is not supported"),
         ({"rope__freq_base_swa": 5.0}, r"gemma2\.rope\.freq_base_swa \(5\.0\) must equal gemma2\.rope"),
         ({"final_logit_softcapping": 0.0}, r"final_logit_softcapping must be a positive number"),
+    ],
+    "glm4 moe": [
+        (
+            {"expert_gating_func": 1},
+            r"glm4moe\.expert_gating_func \(1\) is not supported; only 2 \(sigmoid\) is",
+        ),
+        ({"nextn_predict_layers": 4}, r"nextn_predict_layers \(4\) must be less than glm4moe\.block_count"),
+        ({"expert_count": 9}, r"_exps\.weight has shape .*implies 9 experts"),
+    ],
+    "minimax m2": [
+        ({"expert_gating_func": 1}, r"minimax-m2\.expert_gating_func \(1\) is not supported"),
+        ({"expert_weights_scale": 2.0}, r"expert_weights_scale \(2\.0\) is not supported"),
     ],
     "glm4": [
         ({"rope__dimension_sections": [2, 3, 3, 0]}, r"glm4\.rope\.dimension_sections .* is not supported"),
@@ -289,3 +334,34 @@ def test_gemma_2_without_optional_keys_has_the_values_of_all_its_models(tmp_path
     config = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
     names = ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "query_pre_attn_scalar")
     assert [config[name] for name in names] == [50.0, 30.0, 4096, 32 // 4], "46 layers: the largest model"
+
+
+def test_olmo_3_without_a_pattern_has_llama_cpps(tmp_path: Path) -> None:
+    source = source_of(tmp_path, CASES["olmo3"])
+    for pattern in (None, 4):
+        file = make_gguf(tmp_path / "m.gguf", source, olmo2__attention__sliding_window_pattern=pattern)
+        kinds = hugging_face_config(read_gguf(file))["layer_types"]
+        assert kinds == ["sliding_attention"] * 3 + ["full_attention"]
+
+
+def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path) -> None:
+    source = source_of(tmp_path, CASES["glm4 moe"])
+    alone = folder_of(tmp_path, source, CASES["glm4 moe"])
+    tensors = load_file(source / "model.safetensors")
+    guessing = {
+        f"model.layers.3.{name}.weight": torch.ones(64, 64) for name in ("eh_proj", "self_attn.o_proj")
+    }
+    save_file(tensors | guessing, source / "model.safetensors", {"format": "pt"})
+    folder = folder_of(tmp_path / "more", source, CASES["glm4 moe"])
+    assert read_architecture(folder) == read_architecture(alone)
+    assert read_weights(folder, read_architecture(folder)) == read_weights(alone, read_architecture(alone))
+    assert tokens(load(folder)) == tokens(load(alone))
+
+
+def test_routers_are_not_rounded_to_the_models_type(tmp_path: Path) -> None:
+    source = source_of(tmp_path, CASES["minimax m2"])
+    folder, stored = folder_of(tmp_path, source, CASES["minimax m2"]), load_file(source / "model.safetensors")
+    weights = GgufWeights(folder / "model.gguf", torch.bfloat16, CPU, 16, keeps_groups=False)
+    for name in ("gate.weight", "e_score_correction_bias"):
+        name = f"model.layers.1.block_sparse_moe.{name}"
+        assert torch.equal(weights.take_float32(name, *stored[name].shape), stored[name].to(torch.float32))
