@@ -10,7 +10,7 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 _WITH_PARTS = frozenset(
     {
         *("anyOf", "oneOf", "allOf", "$ref", "required", "minItems", "items", "prefixItems"),
-        *("properties", "patternProperties", "additionalProperties"),
+        *("properties", "patternProperties", "additionalProperties", "minProperties"),
     }
 )
 """A schema without any of these keywords has no parts."""
@@ -90,9 +90,12 @@ def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:
     if (target := resolved(schema, part.get("$ref"))) is not None:
         needs.append(target)
     if part.get("type") == "object":
-        properties = _map(part, "properties")
-        others = "patternProperties" in part or part.get("additionalProperties", True)
+        properties, others = _map(part, "properties"), [*_map(part, "patternProperties").values()]
+        if (rest := part.get("additionalProperties", True)) is not False:
+            others.append(rest)
         needs += [properties.get(name, others) for name in _list(part, "required") if isinstance(name, str)]
+        if isinstance(at_least := part.get("minProperties"), int) and at_least > 0:
+            needs.append([*properties.values(), *others])
     elif part.get("type") == "array" and isinstance(at_least := part.get("minItems"), int):
         first = _list(part, "prefixItems")
         needs += first[: max(0, at_least)]

@@ -190,8 +190,9 @@ def checked_response_format(response_format: StructuredOutput) -> StructuredOutp
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
         _check_integers("structured_output", "the schema", schema)
-        check_ends("structured_output", "the schema", schema)
-        if may_change and (guided := _guided(schema, _may_close(schema))) != schema:
+        guided = _guided(schema, _may_close(schema)) if may_change else schema
+        check_ends("structured_output", "the schema", guided)
+        if guided != schema:
             source = _short_json(guided)
             if len(source) > MAX_GRAMMAR_CHARACTERS:  # only the closed schema is too long
                 source = _short_json(_guided(schema, False))

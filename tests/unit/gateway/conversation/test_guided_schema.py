@@ -186,6 +186,13 @@ ENDLESS: dict[str, dict[str, Any]] = {
     "through a list of alternatives": {"properties": {"a": {"anyOf": [LOOP, {"allOf": [{}, LOOP]}]}}},
     "an object that needs itself": {"properties": {"a": AGAIN}, "required": ["a"]},
     "a property that is not listed needs the object": {"required": ["a"], "additionalProperties": AGAIN},
+    "any property needs the object": {"additionalProperties": AGAIN, "minProperties": 1},
+    "any listed property needs the object": {"properties": {"a": AGAIN}, "minProperties": 1},
+    "any property of a pattern needs the object": {
+        "patternProperties": {"^a": AGAIN},
+        "additionalProperties": False,
+        "required": ["a"],
+    },
     "a list of itself": {"properties": {"a": {"$ref": "#/$defs/list"}}},
     "a list that begins with itself": {"properties": {"a": {"$ref": "#/$defs/pair"}}},
     "in a schema with an address of its own": {"$id": "urn:a", "properties": {"a": LOOP}},
@@ -203,6 +210,9 @@ def test_a_part_that_only_an_endless_value_would_match_is_refused(schema: dict[s
         InvalidRequest, match=r"tools: in the parameters of 'act', .* requires itself again: \{.*\};"
     ):
         guided({"type": "object", **schema, "$defs": DEFINITIONS})
+    source = json.dumps({"type": "object", **schema, "$defs": DEFINITIONS})
+    with pytest.raises(InvalidRequest, match=r"structured_output: in the schema, .* requires itself again"):
+        checked_response_format(StructuredOutput(GrammarKind.JSON_SCHEMA, source))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +221,11 @@ def test_a_part_that_only_an_endless_value_would_match_is_refused(schema: dict[s
         {"properties": {"a": AGAIN}},
         {"properties": {"a": {"anyOf": [AGAIN, {"type": "null"}]}}, "required": ["a"]},
         {"properties": {"a": {"type": "array", "items": AGAIN}}, "required": ["a", "b"]},
+        {"properties": {"a": AGAIN, "b": {}}, "minProperties": 1},
+        {"properties": {"a": AGAIN}, "minProperties": 1, "additionalProperties": True},
+        {"additionalProperties": AGAIN, "minProperties": 0},
+        {"patternProperties": {"^a": AGAIN, "^b": {}}, "additionalProperties": False, "required": ["b"]},
+        {"patternProperties": {"^a": AGAIN}, "required": ["b"]},
         {"properties": {"a": {"type": "array", "prefixItems": [AGAIN], "items": True}}, "required": ["a"]},
         {"properties": {"a": {"properties": {"b": {"$ref": "#/properties/a"}}, "required": ["b"]}}},
         {
