@@ -35,7 +35,7 @@ def described_turns(conversation: Conversation, template: ChatTemplate) -> list[
         if role == "user" and is_after_result:
             turns[-1]["content"] += "\n" + text
         else:
-            turns.append({"role": role, "content": text, **template.past_reasoning(message)})
+            turns.append({"role": role, "content": text, **template.past_reasoning(message, text)})
             if message.name is not None and message.role != "tool":
                 turns[-1]["name"] = message.name
         is_after_result = message.role == "tool"

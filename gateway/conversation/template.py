@@ -20,6 +20,8 @@ SWITCHES = ("enable_thinking", "thinking")
 EFFORT = "reasoning_effort"
 PAST_REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields of a turn in which templates look for its reasoning."""
+_THOUGHT_PART = re.compile(r"""['"]assistant['"].*\btype(?:['"]\])?\s*==\s*['"]thinking['"]""", re.DOTALL)
+"""The sign of a template that looks for a turn's reasoning in a part of its content, such as Magistral's."""
 
 RESERVED = frozenset(
     {
@@ -67,6 +69,9 @@ class ChatTemplate:
         self.source = source
         variables, fields = _names_in(source)
         self._variables, self._fields = frozenset(variables), frozenset(fields)
+        self._has_thought_parts = (
+            fields.isdisjoint(PAST_REASONING[:2]) and _THOUGHT_PART.search(source) is not None
+        )
 
     def reads(self, variable: str) -> bool:
         return variable in self._variables
@@ -107,10 +112,14 @@ class ChatTemplate:
         """The messages as turns, in the shape that templates with tools expect."""
         return [self._turn(message, style) for message in conversation.messages]
 
-    def past_reasoning(self, message: ChatMessage) -> ChatTurn:
-        """The fields of a turn in which the template looks for its reasoning; none if the turn has no reasoning."""
+    def past_reasoning(self, message: ChatMessage, text: str) -> ChatTurn:
+        """The fields of a turn with this text in which the template looks for its reasoning; none if the turn has no
+        reasoning."""
         if message.reasoning is None:
             return {}
+        if self._has_thought_parts and message.reasoning:
+            after = [{"type": "text", "text": text}] if text else []
+            return {"content": [{"type": "thinking", "thinking": message.reasoning}, *after]}
         return {field: message.reasoning for field in PAST_REASONING if field in self._fields}
 
     def _turn(self, message: ChatMessage, style: TemplateStyle) -> ChatTurn:
@@ -119,7 +128,7 @@ class ChatTemplate:
             turn["tool_calls"] = [_call(call, style) for call in message.tool_calls]
             if style.has_null_content and not message.content:
                 turn["content"] = None
-        turn |= self.past_reasoning(message)
+        turn |= self.past_reasoning(message, message.content)
         if message.tool_call_id is not None:
             turn["tool_call_id"] = (
                 _short(message.tool_call_id) if style.ids_are_short else message.tool_call_id

@@ -250,3 +250,26 @@ def test_a_tool_without_a_description_has_none() -> None:
     assert tools == [
         {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
     ]
+
+
+@pytest.mark.parametrize("family", ["mistral", "generic"])
+def test_a_template_that_reads_reasoning_in_a_part_of_the_content_gets_it_there(family: str) -> None:
+    """As that of Magistral does."""
+    content = (
+        "{% if m.role == 'assistant' and m.content is not string %}{% for part in m.content %}"
+        "{% if part['type'] == 'thinking' %}[THINK]{{ part['thinking'] }}[/THINK]"
+        "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}"
+    )
+    template = TEMPLATES[family].replace(" or ''", "").replace("{{ m.content }}", content)
+    answer_format = answer_format_of(template, Vocabulary())
+
+    def prompt_with(turn: ChatMessage) -> str:
+        return rendered(answer_format, template, replace(HELLO, messages=(*HELLO.messages, turn)))
+
+    answer = ChatMessage("assistant", "Hi.", reasoning="They greet.")
+    assert "assistant\n[THINK]They greet.[/THINK]Hi." in prompt_with(answer)
+    assert "assistant\n[THINK]They greet.[/THINK]" in prompt_with(
+        replace(called(("f", "{}")), reasoning="They greet.")
+    )
+    assert "assistant\nHi." in prompt_with(replace(answer, reasoning=None))
