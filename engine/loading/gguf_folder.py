@@ -96,7 +96,7 @@ KEYS_READ = {
     "granite": ("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     "llama": ("expert_count",),
     "minimax-m2": ("expert_count", "expert_gating_func"),
-    "olmo2": ("rope.scaling.yarn_attn_factor",),
+    "olmo2": ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"),
     "phi3": ("rope.scaling.attn_factor",),
     "qwen3moe": ("expert_count",),
     "gpt-oss": ("expert_count",),

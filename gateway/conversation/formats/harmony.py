@@ -9,6 +9,7 @@
 The prompt ends with `<|start|>assistant`. `<|call|>` and `<|return|>` end the turn.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +33,7 @@ from gateway.conversation.formats.harmony_parser import (
 )
 from gateway.conversation.json_call import one_of
 from gateway.conversation.lark import Lark, Vocabulary, quoted
-from gateway.conversation.messages import (
-    ChatMessage,
-    Conversation,
-    Messages,
-    ToolUse,
-    one_call_per_turn,
-)
+from gateway.conversation.messages import Conversation, Messages, ToolUse, one_call_per_turn
 from gateway.conversation.template import ChatTemplate, TemplateStyle, described
 from gateway.conversation.turn_grammar import (
     checked_grammar,
@@ -49,7 +44,7 @@ from gateway.conversation.turn_grammar import (
 
 _OTHERS = tuple(token for token in TOKENS if token != END)
 """Under the grammar, a message contains none of these tokens before its END."""
-_COMMENTARY_HEAD = f"{CHANNEL}{COMMENTARY}{MESSAGE}"
+_ANALYSIS_HEAD, _COMMENTARY_HEAD = (f"{CHANNEL}{channel}{MESSAGE}" for channel in (ANALYSIS, COMMENTARY))
 
 
 class HarmonyFormat:
@@ -121,25 +116,40 @@ class HarmonyFormat:
 
 
 def _with_remarks_in_thoughts(messages: Messages) -> Messages:
-    """The messages, with texts before calls behind the thoughts of their turns, since the last answer without calls.
+    """The messages since the last answer, with texts before a call behind the thoughts of this call's turn.
 
     As a turn of its own, such a text would be a final message, and the template drops all thoughts before a final
-    message. Behind the thought, it is on the channel on which the model wrote it.
+    message. Behind the thought, it is on the channel on which the model wrote it. A message without calls is an answer,
+    unless another message of the assistant follows: then it is a text before the calls of that message.
     """
-    ends = [
-        n for n, message in enumerate(messages, 1) if message.role == "assistant" and not message.tool_calls
+    following = [*(message.role for message in messages[1:]), ""]
+    answers = [
+        n
+        for n, (message, role) in enumerate(zip(messages, following, strict=True), 1)
+        if message.role == "assistant" and not message.tool_calls and role != "assistant"
     ]
-    begin = max(ends, default=0)
+    begin = max(answers, default=0)
     if not any(message.reasoning for message in messages[begin:]):
         return messages
-    return (*messages[:begin], *map(_with_remark_in_thought, messages[begin:]))
+    kept = [*messages[:begin]]
+    parts: list[tuple[str, str]] = []
+    """The head and the text of each message on a channel, up to the next call."""
+    for message in messages[begin:]:
+        if message.role != "assistant":
+            kept.append(message)
+            continue
+        texts = ((_ANALYSIS_HEAD, message.reasoning), (_COMMENTARY_HEAD, message.content))
+        parts += [(head, text) for head, text in texts if text]
+        if message.tool_calls:
+            kept.append(replace(message, content="", reasoning=_joined(parts)))
+            parts = []
+    return tuple(kept)
 
 
-def _with_remark_in_thought(message: ChatMessage) -> ChatMessage:
-    if not message.tool_calls or not message.content:
-        return message
-    head = f"{message.reasoning}{END}{START}{ASSISTANT}{_COMMENTARY_HEAD}" if message.reasoning else ""
-    return replace(message, content="", reasoning=head + message.content)
+def _joined(parts: Sequence[tuple[str, str]]) -> str | None:
+    """The parts as one thought. The template writes the head of the first part, and the end of the last one."""
+    texts = [text if number == 0 else f"{head}{text}" for number, (head, text) in enumerate(parts)]
+    return f"{END}{START}{ASSISTANT}".join(texts) or None
 
 
 def _head(lark: Lark, channel: str) -> str:

@@ -245,6 +245,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             r"pattern \(\[True\]\) must have a value for each of 4",
         ),
         ({"rope__scaling__yarn_ext_factor": 2.0}, r"yarn_ext_factor \(2\.0\) is not supported"),
+        ({"rope__scaling__attn_factor": 2.0}, r"attn_factor and olmo2.*must be equal; got \[2\.0, 1\.25\]"),
     ],
     "granite": [
         ({"expert_count": 8}, r"granite\.expert_count \(8\) is not supported"),
@@ -342,6 +343,16 @@ def test_olmo_3_without_a_pattern_has_llama_cpps(tmp_path: Path) -> None:
         file = make_gguf(tmp_path / "m.gguf", source, olmo2__attention__sliding_window_pattern=pattern)
         kinds = hugging_face_config(read_gguf(file))["layer_types"]
         assert kinds == ["sliding_attention"] * 3 + ["full_attention"]
+
+
+def test_olmo_3s_factor_may_have_the_older_key(tmp_path: Path) -> None:
+    """llama.cpp's converter wrote it when OLMo 3 appeared, and Ollama's does."""
+    source = source_of(tmp_path, CASES["olmo3"])
+    newer = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source)))
+    keys = {"olmo2__rope__scaling__attn_factor": 1.25, "olmo2__rope__scaling__yarn_attn_factor": None}
+    older = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
+    assert older["rope_parameters"] == newer["rope_parameters"]
+    assert older["rope_parameters"]["full_attention"]["attention_factor"] == 1.25
 
 
 def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path) -> None:

@@ -368,21 +368,31 @@ def test_each_earlier_call_is_a_turn_with_its_result_behind_it() -> None:
     )
 
 
+def on(channel: str, text: str) -> str:
+    return f"<|start|>assistant<|channel|>{channel}<|message|>{text}<|end|>"
+
+
 @pytest.mark.parametrize("thought", ["Now.", "", None])
-def test_a_text_before_a_call_does_not_hide_the_thoughts_before_it(thought: str | None) -> None:
-    """The template leaves out thoughts before a final message. After the answer, such a text is one."""
+@pytest.mark.parametrize("later", ["So.", None])
+def test_a_text_before_a_call_does_not_hide_the_thoughts_before_it(
+    thought: str | None, later: str | None
+) -> None:
+    """The template leaves out thoughts before a final message. After the answer, such a text is one. If a thought
+    follows it, items of /v1/responses become two messages."""
     call, found = called(("search", "{}")), ChatMessage("tool", "found", tool_call_id="call_0", name="search")
-    first, second = replace(call, reasoning="Hm."), replace(call, content="Wait.", reasoning=thought)
-    loop = (*ASKED.messages, first, found, second, found)
-    channels = "<|start|>assistant<|channel|>{}<|message|>{}<|end|>"
-    thoughts = channels.format("analysis", "Now.") + channels.format("commentary", "Wait.")
+    remark = ChatMessage("assistant", "Wait.", reasoning=thought)
+    turn = (
+        (remark, replace(call, reasoning=later)) if later else (replace(remark, tool_calls=call.tool_calls),)
+    )
+    loop = (*ASKED.messages, replace(call, reasoning="Hm."), found, *turn, found)
 
     during = rendered(FORMAT, HARMONY, replace(ASKED, messages=loop))
     after = rendered(FORMAT, HARMONY, replace(ASKED, messages=(*loop, ChatMessage("assistant", "Done."))))
 
-    assert channels.format("analysis", "Hm.") in during
-    assert (thoughts if thought else channels.format("analysis", "Wait.")) in during
+    text = on("analysis", "Now.") + on("commentary", "Wait.") if thought else on("analysis", "Wait.")
+    assert on("analysis", "Hm.") in during
+    assert text + (on("analysis", later) if later else "") + "<|start|>assistant to=" in during
     assert "<|channel|>final" not in during
     assert "analysis" not in after
-    assert channels.format("final", "Wait.") in after
-    assert channels.format("final", "Done.") in after
+    assert on("final", "Wait.") in after
+    assert on("final", "Done.") in after
