@@ -100,7 +100,7 @@ class ThoughtBlock(Body):
     """A thought in the form of Anthropic's API, to which LiteLLM and others convert reasoning."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: str = ""
+    thinking: str | None = None
     signature: Any = Field(None, description="Accepted and ignored.")
     data: Any = Field(None, description="Accepted and ignored.")
 
@@ -140,7 +140,7 @@ class AssistantMessage(Cacheable):
         ]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         if reasoning is None:
-            reasoning = "".join(block.thinking for block in self.thinking_blocks or ())
+            reasoning = "".join(block.thinking or "" for block in self.thinking_blocks or ())
         return ChatMessage(
             "assistant", _text_of(self.content), reasoning or None, tuple(calls), name=self.name or None
         )

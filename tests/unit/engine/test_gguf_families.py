@@ -349,7 +349,10 @@ def test_olmo_3s_factor_may_have_the_older_key(tmp_path: Path) -> None:
     """llama.cpp's converter wrote it when OLMo 3 appeared, and Ollama's does."""
     source = source_of(tmp_path, CASES["olmo3"])
     newer = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source)))
-    keys = {"olmo2__rope__scaling__attn_factor": 1.25, "olmo2__rope__scaling__yarn_attn_factor": None}
+    keys: dict[str, Any] = {
+        "olmo2__rope__scaling__attn_factor": 1.25,
+        "olmo2__rope__scaling__yarn_attn_factor": None,
+    }
     older = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source, **keys)))
     assert older["rope_parameters"] == newer["rope_parameters"]
     assert older["rope_parameters"]["full_attention"]["attention_factor"] == 1.25

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+from typing import cast
 
 from gateway.http.lingering_close import LingeringTransport
 
@@ -17,8 +18,9 @@ async def test_a_reset_that_was_not_read_yet_does_not_make_close_fail() -> None:
         writer = await accepted.get()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()  # with a reset, in the same turn of the event loop
-        transport = LingeringTransport(writer.transport, lambda: True, 60.0)
+        connection = cast("asyncio.Transport", writer.transport)
+        transport = LingeringTransport(connection, lambda: True, 60.0)
         transport.close()
         assert transport.is_closing()
-        while not writer.transport.is_closing():
+        while not connection.is_closing():
             await asyncio.sleep(0.01)
