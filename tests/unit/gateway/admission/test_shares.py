@@ -349,6 +349,14 @@ def test_callers_that_hold_their_share_of_the_places_are_not_tried_one_by_one(
     assert next(num_tries) == 1
 
 
+def test_c57_a_caller_is_there_as_long_as_its_requests_run() -> None:
+    under_test = UnderTest(places=64)
+    under_test.ask("a", 64)
+    under_test.now += PRESENT_S + 1.0
+    under_test.ask("b")
+    assert (under_test.held("a"), under_test.held("b")) == (56, 1)
+
+
 def test_a_caller_is_there_for_a_minute_after_its_last_request() -> None:
     under_test = UnderTest(places=16)
     under_test.ask("b")
