@@ -1,5 +1,7 @@
 """What follows a failed attempt: what counts against it, where it does not go again, when it is given up."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.config import GatewayConfig
@@ -9,7 +11,7 @@ from baton.sampling import SamplingParams
 from baton.worker import WorkerState
 from gateway.requests.attempt import Attempt, AttemptFailure, Cause
 from gateway.requests.retry import MAX_ATTEMPTS, MAX_FAILURES, MAX_LOSSES, LoadFailurePolicy, RetryState
-from gateway.routing.placement import Mode, NoRoom, RouteQuery
+from gateway.routing.placement import Mode, NoRoom, Placement, RouteQuery
 from gateway.routing.router import Router
 from tests.factories.dispatching import make_request
 from tests.factories.routing import status
@@ -149,6 +151,14 @@ def test_a_worker_that_refused_a_request_is_tried_again_after_its_next_heartbeat
         trip.begin()
     fleet.on_heartbeat("d0")
     assert trip.begin().placement.decode == "d0"
+
+
+def test_c56_a_suspect_goes_where_no_other_suspect_has_its_turn() -> None:
+    fleet = Fleet("d0", "d1")
+    fleet.router.on_status(replace(status("d0"), takes_suspects=False))
+    trip = Trip(fleet)
+    placements = [trip.retry.route((), is_suspect=True) for _ in range(4)]
+    assert {placement.decode for placement in placements if isinstance(placement, Placement)} == {"d1"}
 
 
 def test_c53_the_prompt_is_computed_by_the_decode_worker_after_two_failures_unless_that_is_forbidden() -> (
