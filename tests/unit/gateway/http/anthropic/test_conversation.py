@@ -74,10 +74,14 @@ def test_turns_of_one_role_become_one() -> None:
         ChatMessage("user", "Hello"),
     )
     assistant = messages(
-        USER, turn("assistant", text("A")), turn("assistant", text("B"), call("c")), turn("user", result("c"))
+        USER,
+        turn("assistant", text("A")),
+        turn("assistant", call("b")),
+        turn("assistant", text("B"), call("c")),
+        turn("user", result("b"), result("c")),
     )[1]
-    assert assistant.content == "A\n\nB"
-    assert [each.id for each in assistant.tool_calls] == ["c"]
+    assert assistant.content == "A\n\nB", "a turn without text leaves no gap"
+    assert [each.id for each in assistant.tool_calls] == ["b", "c"]
 
 
 def test_calls_and_their_results() -> None:

@@ -9,6 +9,7 @@ from baton.clock import VirtualClock
 from baton.errors import InvalidRequest, UnknownPreviousResponse, UnknownResponse
 from gateway.conversation import ArgumentsDelta, CallBegins, CallEnds, Text
 from gateway.http.responses import history as history_module
+from gateway.http.responses.conversation import messages_of
 from gateway.http.responses.create_request import ResponseRequest
 from gateway.http.responses.history import (
     History,
@@ -171,6 +172,16 @@ def test_input_items_are_listed_as_they_are_kept() -> None:
     assert json.loads(context)["num_input"] == 2
     assert input_items_of(context) == own
     assert [item["id"] for item in own] == ["msg_r_i0", "rs_r_i1"]
+
+
+def test_kept_items_are_the_same_turns_again() -> None:
+    items = items_of(
+        user("one"),
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "In short"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a', "status": "incomplete"},
+        {"role": "assistant", "content": "two"},
+    )
+    assert messages_of(items_of(*input_json(items, "r"))) == messages_of(items)
 
 
 def test_each_listed_item_has_an_id_of_its_own() -> None:
