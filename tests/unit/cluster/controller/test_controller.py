@@ -72,6 +72,21 @@ async def test_a_worker_that_always_dies_ends_in_a_crash_loop_while_others_serve
         await tested.all_serve(3)
 
 
+@in_virtual_time
+async def test_a_worker_that_serves_for_long_before_each_death_is_in_no_crash_loop() -> None:
+    config = fleet_config(restart_delay_s=100.0, restart_delay_max_s=100.0)
+    async with fleet(config) as tested:
+        await tested.all_serve(3)
+        for number in range(2, 2 + config.cluster.crash_loop_deaths):
+            await asyncio.sleep(config.cluster.stable_after_s)
+            died_at = virtual_loop().now()
+            tested.launcher.latest("w1").kill()
+            while tested.launcher.latest("w1").number < number:
+                await asyncio.sleep(0.01)
+            assert virtual_loop().now() - died_at < 1.0, "its next incarnation begins at once"
+            await tested.state_becomes("w1", "serving")
+
+
 async def test_a_role_without_a_serving_worker_is_lacking() -> None:
     def broken(incarnation: FakeIncarnation) -> None:
         if incarnation.name == "w0":
@@ -271,6 +286,8 @@ async def test_a_fleet_grows_and_shrinks_by_the_least_busy() -> None:
         assert set(await tested.all_serve(3)) == {"w0", "w1", "w4"}
         with pytest.raises(FleetError, match="at least one worker must decode"):
             await tested.controller.scale(DECODE, 0)
+        await tested.controller.scale(PREFILL, 0)
+        assert set(await tested.all_serve(2)) == {"w1", "w4"}
 
 
 async def test_a_restarted_controller_adopts_serving_workers(caplog: pytest.LogCaptureFixture) -> None:
