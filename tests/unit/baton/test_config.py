@@ -338,6 +338,12 @@ def test_a_label_may_be_a_condition(value: str) -> None:
     assert config.cluster.prefill_labels == {"node": value}
 
 
+def test_a_response_may_be_stored_for_a_month_which_is_longer_than_any_wait() -> None:
+    month_s = 30 * 86400.0
+    config = BatonConfig.from_mapping({"gateway": {"response_store_ttl_s": month_s}})
+    assert config.gateway.response_store_ttl_s == month_s
+
+
 def test_bounds_that_are_not_given_are_where_the_fleet_starts() -> None:
     values = {"cluster": {"decode": 2}, "autoscaling": {"mode": "on", "max_decode": 4}}
     config = BatonConfig.from_mapping(values)
