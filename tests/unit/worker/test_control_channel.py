@@ -132,7 +132,8 @@ def test_a_status_comes_as_it_was_said(pipes: Pipes) -> None:
 def test_a_status_comes_at_once_when_the_worker_ends(pipes: Pipes) -> None:
     async def scenario() -> None:
         waiting = asyncio.create_task(pipes.client.call(WaitStatus(1000.0)))
-        assert await pipes.client.call(WaitStatus(0.0)) == STATUS
+        for _ in range(9):
+            assert await pipes.client.call(WaitStatus(0.0)) == STATUS
         assert not waiting.done()
         pipes.worker.end()
         assert await asyncio.wait_for(waiting, 10) == STATUS
