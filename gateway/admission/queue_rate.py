@@ -42,7 +42,7 @@ class QueueRate:
 
         The bound assumes that the queue moves faster than measured, by two standard deviations of a Poisson count.
         """
-        if self._num_moves < MIN_MOVES or self._queue_s <= 0.0:
+        if self._num_moves < MIN_MOVES:
             return 0.0
         margin = 1.0 + 2.0 / math.sqrt(self._num_moves)
         return num_tokens * self._queue_s / (self._num_tokens * margin)
