@@ -160,6 +160,17 @@ async def test_a_next_incarnation_that_is_ready_there_moves_on_once_it_serves() 
         assert launcher.latest("w1").node == "n1"
 
 
+async def test_a_next_incarnation_that_failed_there_is_not_waited_for() -> None:
+    launcher = two_nodes()
+    async with fleet(fleet_config(), launcher) as tested:
+        await all_serve_on(tested, "n1")
+        launcher.has_spare_room, launcher.avoided = True, ("n1",)
+        launcher.prepare = lambda incarnation: setattr(incarnation, "start_error", ClusterError("no"))
+        with pytest.raises(FleetError, match="no new incarnation of worker w1: no"):
+            await anext(tested.controller.rollout(("w1",)))
+        await tested.controller.drain_node("n2", 60.0)
+
+
 async def test_a_late_drain_names_the_remaining_workers_and_continues() -> None:
     launcher = two_nodes()
     async with fleet(fleet_config(), launcher) as tested:
