@@ -122,6 +122,7 @@ def test_c63_a_requests_own_context_bounds_prompt_and_answer_and_is_named(prepro
     assert max_tokens(40, 50) == 10
     assert max_tokens(40, 50, SamplingParams(max_tokens=7)) == 7
     assert max_tokens(40, MAX_MODEL_LEN) == MAX_MODEL_LEN - 40
+    assert max_tokens(49, 50) == 1
     for num_prompt_tokens in (50, 51):
         with pytest.raises(PromptTooLong) as caught:
             max_tokens(num_prompt_tokens, 50)

@@ -141,6 +141,28 @@ def test_what_is_done_is_what_the_deltas_said() -> None:
     assert (begun[0]["content"], begun[1]["content"], begun[2]["arguments"]) == ([], [], "")
 
 
+def test_a_response_repeats_what_the_request_asked_for() -> None:
+    asked = {
+        "instructions": "Be brief",
+        "previous_response_id": "resp_q",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 5,
+        "max_tool_calls": 2,
+        "top_logprobs": 3,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "truncation": "auto",
+        "metadata": {"a": "b"},
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    needed = {"model": "tiny", "input": "Hi", "include": ["message.output_text.logprobs"]}
+    body = ResponseRequest.model_validate(needed | asked)
+    written = ResponseJson(body, SamplingParams(), "resp_r", 7, is_stored=True).pieces(DONE, ())
+    response_json = json.loads("".join(written))
+    assert {name: response_json[name] for name in asked} == asked
+
+
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     cut = ResponseState("incomplete", incomplete_details=IncompleteDetails("max_output_tokens"))
     events = streamed([*TEXT, CallBegins(0, "look"), ArgumentsDelta(0, '{"a')], cut, is_cut=True)
