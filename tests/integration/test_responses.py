@@ -20,7 +20,7 @@ from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput,
 from baton.sampling import GrammarKind
 from tests.factories.conversations import THINKING
 from tests.factories.gateway import Script, beginning, failing, failure_of, outputs_of, silent
-from tests.factories.models import make_tokenizer, make_tokenizer_dir
+from tests.factories.models import EOS_TOKEN_ID, make_tokenizer, make_tokenizer_dir
 from tests.factories.openai import openai_with
 
 TOKENIZER = make_tokenizer()
@@ -179,9 +179,9 @@ async def test_a_form_is_a_grammar_and_is_parsed(folder: Path) -> None:
 
 
 async def test_log_probabilities_of_the_text_alone(thinker: Path) -> None:
-    """Not of the reasoning before it."""
+    """Not of the reasoning before it. The end of sequence belongs to the text."""
     text = "<think>\nHm</think>\n\nBlue"
-    token_ids = TOKENIZER.encode(text).ids
+    token_ids = [*TOKENIZER.encode(text).ids, EOS_TOKEN_ID]
 
     def script(request: EngineRequest) -> list[RequestOutput]:
         assert request.sampling_params.logprobs == 1
@@ -204,7 +204,7 @@ async def test_log_probabilities_of_the_text_alone(thinker: Path) -> None:
         assert message.content[0].type == "output_text"
         assert message.content[0].logprobs is not None
         tokens = "".join(position.token for position in message.content[0].logprobs)
-        assert tokens.strip() == "Blue"
+        assert tokens.strip() == f"Blue{TOKENIZER.decode([EOS_TOKEN_ID], skip_special_tokens=False)}"
 
 
 async def test_what_fails_before_the_first_token_has_a_status(folder: Path) -> None:

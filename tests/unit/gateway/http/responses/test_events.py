@@ -131,6 +131,8 @@ def test_what_is_done_is_what_the_deltas_said() -> None:
         fc["id"]: fc["arguments"],
     }
     assert (msg["content"][0]["text"], fc["arguments"]) == ("Hello \u2028\u20ac", '{"a":1}')
+    have_logprobs = {event["type"] for event in events if "logprobs" in event}
+    assert have_logprobs == {"response.output_text.delta", "response.output_text.done"}
     done = {
         event["item"]["id"]: event["item"] for event in events if event["type"] == "response.output_item.done"
     }
