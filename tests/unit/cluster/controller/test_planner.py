@@ -261,6 +261,16 @@ def test_a_replica_without_a_node_is_removed_when_it_is_not_needed() -> None:
     assert looks[-1][1].sentence.endswith("for 60 s without w7 (placing)")
 
 
+def test_a_replica_that_has_only_just_died_is_not_removed() -> None:
+    planner = make_planner(autoscaling_config(decode=2))
+    whole = fleet(1, 2)
+    *others, last = whole.workers
+    dead = replace(last, replica=replace(last.replica, state=ReplicaState.BACKING_OFF))
+    look(planner, whole, 0.0, 55.0)
+    looks = look(planner, replace(whole, workers=(*others, dead)), 60.0, 60.0)
+    assert changes(looks) == [(120.0, ScaleDecision(D, 1))], "it was away for as long as a role must be calm"
+
+
 def test_a_role_that_is_short_gets_a_spare_worker_of_the_other() -> None:
     planner = make_planner(autoscaling_config(prefill=2, decode=2))
     workers = [

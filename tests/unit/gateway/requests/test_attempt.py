@@ -65,6 +65,12 @@ def test_c34_a_prefill_worker_that_is_lost_does_not_have_to_say_why_its_prompt_d
     assert (failure.cause, failure.is_prompt_lost) == (Cause.LOST, True)
 
 
+def test_c52_no_prefill_worker_continues_a_request_that_its_decode_worker_could_compute_alone() -> None:
+    failure = failure_of(make_attempt(decode_recomputes=True).on_lost("d", "killed"))
+    assert (failure.worker, failure.cause, failure.is_prompt_lost) == ("d", Cause.LOST, False)
+    assert make_attempt(decode_recomputes=True).on_lost("p", "killed") is None
+
+
 @pytest.mark.parametrize("worker", ["p", "d"])
 def test_c52_a_request_that_is_lost_with_a_draining_worker_counts_as_given_back(worker: str) -> None:
     """The request was sent before the gateway learned of the drain, and arrived too late to be refused."""
