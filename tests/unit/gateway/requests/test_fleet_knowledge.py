@@ -53,17 +53,20 @@ def test_how_long_prompts_take_is_learned_from_first_tokens_alone() -> None:
     assert knowledge.prefill_times.least_s({"p0": 90_000}, 0.0) == SHARE * 2.0
 
 
-@pytest.mark.parametrize("is_successor", [False, True])
-def test_the_link_of_a_worker_says_nothing_about_that_of_its_successor(is_successor: bool) -> None:
+@pytest.mark.parametrize("former", [None, "p0", "d0", "lost p0"])
+def test_the_link_of_a_worker_says_nothing_about_that_of_its_successor(former: str | None) -> None:
     router = router_of("kv_aware", "disaggregated", measured("p0"), measured("d0"), measured("d1"))
     hand_over(router, "p0", "d1", bytes_per_s=9e9)
     knowledge = FleetKnowledge(router)
     placement = Placement(Mode.DISAGGREGATED, "p0", "d0", num_transfer_tokens=1000)
     refs = {name: status.ref for name in ("p0", "d0") if (status := measured(name))}
-    if is_successor:
-        refs["d0"] = replace(refs["d0"], incarnation="the former one")
+    if former in refs:
+        refs[former] = replace(refs[former], incarnation="the former one")
+    elif former is not None:
+        router.on_worker_lost("p0")  # while the decode worker continues
     attempt = Attempt("r.0", placement, 0, refs=refs)
     slow = StageTimes(transfer_bytes=100_000_000, transfer_moving_s=10.0)  # 1e7 bytes a second
     end = RequestOutput(request_id="r.0", first_position=0, finish_reason=FinishReason.STOP, stage_times=slow)
     knowledge.on_stage_times(attempt, "d0", end, 1000, 0.0)
-    assert chosen(router)[1] == ({"d0", "d1"} if is_successor else {"d1"})
+    router.on_status(measured("p0"))
+    assert chosen(router)[1] == ({"d1"} if former is None else {"d0", "d1"})
