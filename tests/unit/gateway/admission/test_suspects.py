@@ -150,6 +150,7 @@ def test_c56_it_is_remembered_for_minutes_after_it_last_came_and_memory_is_bound
             suspects.step_failed(b"%d" % number, f"{worker}{number}", 1e6)
         suspects.step_failed(b"%d " % number, "c", 1e6)
     assert len(suspects) == 2 * MAX_KEPT
+    assert len(suspects._proven) == MAX_KEPT
 
 
 def test_c56_a_suspect_is_forgotten_minutes_after_its_latest_loss() -> None:
