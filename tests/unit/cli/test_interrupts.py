@@ -1,4 +1,4 @@
-"""Ctrl-C while the `baton` command still imports its modules: it ends at once, and quietly."""
+"""The entry of the `baton` command: Ctrl-C during its imports ends it quietly, and its end takes nothing apart."""
 
 import subprocess
 import sys
@@ -33,11 +33,32 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
         "from cli.__main__ import main\n"
         "sys.argv[1:] = ['key', 'alice', '--json']\n"
         "code = main()\n"
-        "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
+        "sys.exit(code if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else 'not ignored')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["key", "alice", "--json"], 0), (["serve", "no-such.yaml"], 2)]
+)
+def test_it_ends_without_taking_its_modules_apart(arguments: list[str], code: int) -> None:
+    program = (
+        "import atexit, os, sys\n"
+        "from cli.__main__ import main\n"
+        "class Part:\n"
+        "    def __del__(self, write=os.write):\n"
+        "        write(2, b'taken apart')\n"
+        "part = Part()\n"
+        f"sys.argv[1:] = {arguments!r}\n"
+        "code = main()\n"
+        "atexit.register(print, 'the last hook')\n"
         "sys.exit(code)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code
+    assert done.stdout.endswith("the last hook\n")
+    assert "taken apart" not in done.stderr
 
 
 def test_it_is_the_entry_of_the_command() -> None:
