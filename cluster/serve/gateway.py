@@ -13,6 +13,7 @@ from baton.messages.control import ControlApi
 from baton.sampling import SamplingParams
 from baton.system.curve import ClusterKeys
 from baton.system.hosts import in_url
+from engine.allocator import return_freed_memory
 from engine.eos_tokens import read_eos_token_ids
 from engine.loading.commit import commit_of, source_of
 from engine.loading.dtype import dtype_of
@@ -109,7 +110,7 @@ def make_gateway(
     """The gateway, not started yet. It passes operators' calls to `control`; without `control`, it refuses them."""
     from gateway import Gateway
 
-    return Gateway(
+    gateway = Gateway(
         config.gateway,
         config.network,
         keys.request,
@@ -122,6 +123,9 @@ def make_gateway(
         log_prompts=config.logging.log_prompts,
         scheduler=config.scheduler,
     )
+    # Reading the tokenizer's files frees about as much memory as the tokenizer keeps, and glibc would hold it.
+    return_freed_memory()
+    return gateway
 
 
 def _served_model(config: BatonConfig, model_path: Path) -> ServedModel:
