@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2 as details_pb
 from grpc_status import rpc_status
 
 from baton.fleet import CacheFlush, RolloutStep
-from baton.system.hosts import host_of, is_loopback
+from baton.system.hosts import host_of, is_address, is_loopback
 from baton.v1 import cluster_service_pb2 as cluster_pb
 from baton.v1 import cluster_service_pb2_grpc as cluster_grpc
 from baton.v1 import generation_service_pb2 as generation_pb
@@ -275,7 +275,8 @@ class GatewayClient:
             if "failed to connect" in details:
                 return GatewayError("UNAVAILABLE", self._why_unreachable(details))
             if any(sign in details for sign in _UNRESOLVED):
-                return GatewayError("UNAVAILABLE", f"the host of {self._target} cannot be found: {details}")
+                found = f"the host of {self._target} cannot be found: {details}"
+                return GatewayError("UNAVAILABLE", found + self._hint_of_form())
             if "ping timeout" in details:
                 return CallBroken("UNAVAILABLE", f"the gateway at {self._target} does not answer any more")
             if not _details_of(error).reason:  # no gateway made this error
@@ -284,12 +285,18 @@ class GatewayClient:
 
     def _why_unreachable(self, details: str) -> str:
         """Explains gRPC's message about its last attempt to connect."""
-        unreachable = f"no gateway answers at {self._target}; is `baton serve` running"
+        unreachable = f"no gateway answers at {self._target}{self._hint_of_form()}; is `baton serve` running"
+        if not self._uses_tls and "http1.x server" in details:
+            return f"{self._target} serves HTTP, not gRPC; use the gateway's gRPC port (gateway.grpc_port)"
         if not self._uses_tls:
             return f"{unreachable}, and does it use TLS?" if "Socket closed" in details else f"{unreachable}?"
         reasons = (reason for sign, reason in _TLS_FAILURES.items() if sign in details)
         reason = next(reasons, None)
         return f"TLS with {self._target} failed: {reason}" if reason else f"{unreachable}?"
+
+    def _hint_of_form(self) -> str:
+        """Advice if the target has another form. gRPC accepts it, but takes port 443 if it names no port."""
+        return "" if is_address(self._target) else " (use HOST:PORT)"
 
 
 def _details_of(error: grpc.aio.AioRpcError) -> ErrorDetails:

@@ -237,6 +237,21 @@ async def test_a_call_is_broken_only_if_it_was_sent() -> None:
     assert not isinstance(caught.value, CallBroken)
 
 
+async def test_a_target_that_is_no_grpc_port_is_named(folder: Path) -> None:
+    async def error_of(target: str) -> str:
+        async with GatewayClient(target) as caller, asyncio.timeout(60):
+            with pytest.raises(GatewayError) as caught:
+                await caller.model_info()
+        return caught.value.message
+
+    async with gateway_with(folder, {}, {}) as under_test:
+        address = f"127.0.0.1:{under_test.gateway.http_port}"
+        assert await error_of(address) == (
+            f"{address} serves HTTP, not gRPC; use the gateway's gRPC port (gateway.grpc_port)"
+        )
+        assert (await error_of(f"http://{address}")).endswith(" (use HOST:PORT)")
+
+
 async def test_a_client_that_stops_reading_loses_its_call(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
