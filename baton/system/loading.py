@@ -1,10 +1,11 @@
 """Loads a value, which takes seconds, on a thread that can be interrupted; does not know what the value is."""
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -42,6 +43,13 @@ class Loading(Generic[T]):
         process while the interpreter shuts down.
         """
         self._is_cut_off = True  # for a thread that was started but has not reached its first line
+        report, sys.unraisablehook = sys.unraisablehook, _report_others(sys.unraisablehook)
+        try:
+            self._end_thread()
+        finally:
+            sys.unraisablehook = report
+
+    def _end_thread(self) -> None:
         while self._thread.is_alive():
             # Repeated, since code that is being imported may catch everything. See PyThreadState_SetAsyncExc in
             # https://docs.python.org/3/c-api/init.html: the thread raises _CutOff when it next runs bytecode.
@@ -60,3 +68,8 @@ class Loading(Generic[T]):
                     self.result.set_exception(error)
         except _CutOff:  # arrived while the result was being set
             pass
+
+
+def _report_others(report: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Like `report`, but says nothing about a _CutOff. Python reports, and drops, an exception within a destructor."""
+    return lambda dropped: None if dropped.exc_type is _CutOff else report(dropped)

@@ -1,5 +1,6 @@
 """What loads beside other work, and need not come to its end."""
 
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -7,6 +8,11 @@ from contextlib import ExitStack
 import pytest
 
 from baton.system.loading import Loading
+
+
+def for_ever() -> None:
+    while True:
+        time.sleep(0.001)
 
 
 def test_the_result_is_what_was_made() -> None:
@@ -46,13 +52,29 @@ def test_leaving_does_not_wait_for_what_would_take_for_ever(is_stubborn: bool) -
     assert "loading" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_an_interruption_within_a_destructor_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    running = threading.Event()
+
+    class Destroyed:
+        def __del__(self) -> None:
+            running.set()
+            for_ever()
+
+    def make() -> None:
+        Destroyed()
+        for_ever()
+
+    with Loading(make):
+        assert running.wait(60)
+    assert not reports
+    assert sys.unraisablehook == reports.append
+
+
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_an_interrupt_beside_the_beginning_leaves_no_thread(has_begun: bool) -> None:
     """As `baton serve` begins it: the exit is registered before there is a thread."""
-
-    def for_ever() -> None:
-        while True:
-            time.sleep(0.001)
 
     def begin_and_be_interrupted() -> None:
         with ExitStack() as stack:
