@@ -134,8 +134,9 @@ class _SharedFile:
             if os.fstat(self.descriptor).st_nlink > 0:
                 os.posix_fallocate(self.descriptor, 0, _FILE_BYTES)  # so that no write fails later
                 return True
-        except OSError:
+        except OSError as error:
             os.close(self.descriptor)
+            error.filename = error.filename or str(self._path)
             raise
         os.close(self.descriptor)
         return False

@@ -1,5 +1,6 @@
 """Lent CPUs: who may compute with a CPU, what follows if its worker or its borrower dies, and the file they share."""
 
+import errno
 import fcntl
 import json
 import os
@@ -210,6 +211,12 @@ def test_workers_of_a_fleet_share_a_file_which_the_last_one_removes(tmp_path: Pa
     workers[1].close()
     workers[2].close()
     assert set(tmp_path.iterdir()) == set()
+
+
+def test_an_error_names_the_file_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "no room")))
+    with pytest.raises(OSError, match=f"no room: '{tmp_path}/baton-cpus-"):
+        lent_cpus(tmp_path, "a")
 
 
 def test_a_file_whose_workers_all_died_is_removed(tmp_path: Path) -> None:
