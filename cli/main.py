@@ -340,6 +340,7 @@ def _prepare(config: BatonConfig) -> None:
     _do_without_torch()
     if config.cluster.ray_address == "none" or config.cluster.fleet_address is not None:
         return
+    _here()  # Ray's processes start in this folder
     from cluster.on_ray.session import prepare_environment
 
     prepare_environment(config.cluster, os.environ, Path.home())

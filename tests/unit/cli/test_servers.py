@@ -154,11 +154,12 @@ def test_a_fleet_keeps_its_numbers_of_workers_if_its_file_loses_them(
     assert main(["fleet", str(file)]) == DONE
 
 
+@pytest.mark.parametrize("command", [["serve", "--ray-address", "none"], ["demo"]], ids=" ".join)
 def test_a_folder_that_is_gone_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert main(["serve", "--ray-address", "none"]) == USAGE
+    assert main(command) == USAGE
     assert "the current folder does not exist any more" in capsys.readouterr().err
