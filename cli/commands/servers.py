@@ -12,6 +12,7 @@ from collections.abc import Callable
 from rich.text import Text
 
 from baton.config import BatonConfig
+from baton.system.hosts import WILDCARDS, host_of
 from baton.system.logs import write_logs
 from cli.console import service_console
 from cluster.serve.following_gateway import Service, WhileReady
@@ -90,26 +91,31 @@ def serving(screen: Screen, as_json: bool) -> WhileReady:
 def announce(service: Service, screen: Screen) -> None:
     """Prints the line that says the gateway is ready, and example commands."""
     chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    scheme = "https" if service.uses_tls else "http"
     addresses = Text.assemble("gRPC on ", (service.target, "green"))
-    url = f"{'https' if service.uses_tls else 'http'}://{service.http}"
     if service.http is not None:
-        addresses.append_text(Text.assemble(", HTTP on ", (url, "green")))
+        addresses.append_text(Text.assemble(", HTTP on ", (f"{scheme}://{service.http}", "green")))
     screen.line("ready", addresses.append(" (Ctrl-C stops)"))
+    target = _to_connect_to(service.target)
     flags = (
         (" --tls" if service.uses_tls else "")
         + (" --tls-cert FILE --tls-key FILE" if service.asks_for_certificate else "")
         + (" --api-key-file FILE" if service.asks_for_key else "")
     )
-    screen.line("", f'baton generate --target {service.target}{flags} "Why is the sky blue?"')
+    screen.line("", f'baton generate --target {target}{flags} "Why is the sky blue?"')
     key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""
     certificate = " -cert FILE -key FILE" if service.asks_for_certificate else ""
     flags = ("" if service.uses_tls else " -plaintext") + certificate + key
     body = shlex.quote(json.dumps({"chat": chat}))
-    screen.line("", f"grpcurl{flags} -d {body} {service.target} baton.v1.GenerationService/Generate")
+    screen.line("", f"grpcurl{flags} -d {body} {target} baton.v1.GenerationService/Generate")
     if service.http is not None:
+        url = f"{scheme}://{_to_connect_to(service.http)}/v1/chat/completions"
         body = shlex.quote(json.dumps({"model": service.model} | chat))
         certificate = " --cert FILE --key FILE" if service.asks_for_certificate else ""
-        screen.line(
-            "",
-            f"curl {url}/v1/chat/completions{certificate}{key} -H 'content-type: application/json' -d {body}",
-        )
+        screen.line("", f"curl {url}{certificate}{key} -H 'content-type: application/json' -d {body}")
+
+
+def _to_connect_to(address: str) -> str:
+    """The address at which a client on this machine reaches a gateway that listens on `address`. No certificate names a
+    wildcard."""
+    return f"localhost:{address.rpartition(':')[2]}" if host_of(address) in WILDCARDS else address

@@ -54,6 +54,17 @@ def test_the_lines_have_the_flags_that_the_gateway_asks_for() -> None:
     assert " --cert FILE --key FILE -H 'authorization: Bearer KEY' " in curl
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_the_commands_do_not_call_a_wildcard(host: str) -> None:
+    said = io.StringIO()
+    announce(Service(f"{host}:5", f"{host}:8", (), "tiny"), Screen(Console(file=said, width=80)))
+    ready, *commands = said.getvalue().splitlines()
+    assert f"gRPC on {host}:5, HTTP on http://{host}:8 " in ready
+    assert [host in command for command in commands] == [False] * 3
+    assert "--target localhost:5 " in commands[0]
+    assert "curl http://localhost:8/" in commands[2]
+
+
 async def until_it_waits(said: Awaitable[None]) -> None:
     task = asyncio.ensure_future(said)
     await asyncio.sleep(0)
