@@ -89,7 +89,9 @@ def serving(screen: Screen, as_json: bool) -> WhileReady:
 
 
 def announce(service: Service, screen: Screen) -> None:
-    """Prints the line that says the gateway is ready, and example commands."""
+    """Prints the line that says the gateway is ready, and example commands. These limit the answer: at a temperature of
+    1, a small model may fill its whole context."""
+    limit = {"max_tokens": 256}  # as in `baton generate`
     chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     scheme = "https" if service.uses_tls else "http"
     addresses = Text.assemble("gRPC on ", (service.target, "green"))
@@ -106,11 +108,11 @@ def announce(service: Service, screen: Screen) -> None:
     key = " -H 'authorization: Bearer KEY'" if service.asks_for_key else ""
     certificate = " -cert FILE -key FILE" if service.asks_for_certificate else ""
     flags = ("" if service.uses_tls else " -plaintext") + certificate + key
-    body = shlex.quote(json.dumps({"chat": chat}))
+    body = shlex.quote(json.dumps({"chat": chat, "sampling_params": limit}))
     screen.line("", f"grpcurl{flags} -d {body} {target} baton.v1.GenerationService/Generate")
     if service.http is not None:
         url = f"{scheme}://{_to_connect_to(service.http)}/v1/chat/completions"
-        body = shlex.quote(json.dumps({"model": service.model} | chat))
+        body = shlex.quote(json.dumps({"model": service.model} | limit | chat))
         certificate = " --cert FILE --key FILE" if service.asks_for_certificate else ""
         screen.line("", f"curl {url}{certificate}{key} -H 'content-type: application/json' -d {body}")
 

@@ -34,6 +34,7 @@ def test_a_curl_line_names_the_model(uses_tls: bool, scheme: str) -> None:
     body = json.loads(flags[flags.index("-d") + 1])
     assert body["model"] == "tiny"
     assert body["messages"][0]["role"] == "user"
+    assert body["max_tokens"] == 256, "a small model may fill its whole context"
 
 
 def test_the_lines_have_the_flags_that_the_gateway_asks_for() -> None:
@@ -51,6 +52,7 @@ def test_the_lines_have_the_flags_that_the_gateway_asks_for() -> None:
     _, generate, grpcurl, curl = (line.strip() for line in said.getvalue().splitlines())
     assert "--tls --tls-cert FILE --tls-key FILE --api-key-file FILE " in generate
     assert grpcurl.startswith("grpcurl -cert FILE -key FILE -H 'authorization: Bearer KEY' -d ")
+    assert '"sampling_params": {"max_tokens": 256}' in grpcurl
     assert " --cert FILE --key FILE -H 'authorization: Bearer KEY' " in curl
 
 
