@@ -14,7 +14,7 @@ from baton.errors import ModelError
 from engine.loading import pretrained
 from engine.loading.gguf_folder import LAYOUT
 from engine.loading.model_files import Progress, weight_files
-from engine.loading.pretrained import PretrainedModel, default_cache_dir, is_cached, resolve
+from engine.loading.pretrained import PretrainedModel, default_cache_dir, folder_here, is_cached, resolve
 
 GGUF_BYTES = b"GGUF" + bytes(range(256))
 CONFIG = {"model_type": "llama", "hidden_size": 8}
@@ -300,6 +300,14 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
         match="'llama-70b' is neither a folder, nor a GGUF file, nor a known name; known names: smollm2",
     ):
         resolve("llama-70b", tmp_path)
+
+
+def test_the_page_on_ray_has_the_error_of_a_host_without_the_model(tmp_path: Path) -> None:
+    path = "/srv/models/model"
+    with pytest.raises(ModelError) as caught:
+        folder_here(path, Path(path), tmp_path)
+    page = Path(__file__).parents[3] / "docs" / "ray.md"
+    assert f"| `{str(caught.value).partition(';')[0]}`, from " in page.read_text()
 
 
 def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
