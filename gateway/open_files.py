@@ -16,9 +16,9 @@ than this."""
 logger = logging.getLogger(__name__)
 
 
-def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
-    """The configuration, with `max_connections` lowered to fit the hard limit of open files. Raises ConfigError if
-    the operator set `max_connections` too high, or if no connection fits."""
+def fitted_to_open_files(config: GatewayConfig, *, warns: bool = True) -> GatewayConfig:
+    """The configuration, with `max_connections` lowered to fit the hard limit of open files; `warns`: the log says so.
+    Raises ConfigError if the operator set `max_connections` too high, or if no connection fits."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard == resource.RLIM_INFINITY:
         return config
@@ -28,14 +28,15 @@ def fitted_to_open_files(config: GatewayConfig) -> GatewayConfig:
         return config
     remedy = "raise the hard limit (`ulimit -Hn`, LimitNOFILE of systemd, --ulimit nofile of Docker)"
     if "max_connections" not in config.model_fields_set and num_fitting > 0:
-        logger.warning(
-            "lowered gateway.max_connections from %d to %d: this process may open only %d files; to allow "
-            "more, %s",
-            config.max_connections,
-            num_fitting,
-            hard,
-            remedy,
-        )
+        if warns:
+            logger.warning(
+                "lowered gateway.max_connections from %d to %d: this process may open only %d files; to allow "
+                "more, %s",
+                config.max_connections,
+                num_fitting,
+                hard,
+                remedy,
+            )
         return config.model_copy(update={"max_connections": num_fitting})
     advice = f"lower it to {num_fitting}, or " if num_fitting > 0 else ""
     raise ConfigError(

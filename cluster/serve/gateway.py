@@ -43,7 +43,7 @@ def check_access(config: BatonConfig) -> None:
     if config.gateway.tls is not None:
         watched_certificates(config.gateway.tls, clock)
     store_for(config.gateway, clock)
-    fitted_to_open_files(config.gateway)
+    fitted_to_open_files(config.gateway, warns=False)  # the gateway itself warns
     check_ports(config.gateway)
     check_tracing(config.gateway)
 

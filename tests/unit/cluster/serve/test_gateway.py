@@ -1,7 +1,8 @@
-"""What a gateway that has not started yet keeps in memory."""
+"""What a command checks of its gateway before the workers start, and what a gateway keeps in memory."""
 
 import json
 import platform
+import resource
 import subprocess
 import sys
 from itertools import islice
@@ -9,7 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from baton.config import BatonConfig
+from cluster.serve.gateway import check_access
+from gateway.open_files import fitted_to_open_files
 from tests.factories.models import make_model_dir
+
+
+def test_the_check_leaves_the_warning_of_few_open_files_to_the_gateway(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (200, 200))
+    config = BatonConfig.from_mapping({"gateway": {"grpc_port": 0, "http_port": 0}})
+    check_access(config)
+    assert caplog.messages == []
+    fitted_to_open_files(config.gateway)
+    assert len(caplog.messages) == 1
+
 
 _PROGRAM = """
 import asyncio
@@ -42,7 +58,7 @@ def test_what_only_reading_the_tokenizer_needed_is_given_back(tmp_path: Path) ->
     folder = make_model_dir(tmp_path)
     _add_tokens(folder / "tokenizer.json", 60_000)
     command = [sys.executable, "-c", _PROGRAM, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 4 * 1024  # KiB
 
