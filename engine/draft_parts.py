@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.config import BatonConfig, SchedulerConfig, SpeculationConfig
-from baton.errors import ModelError
 from engine.draft_model import DraftModel
 from engine.drafts import Drafter, NGramProposer, Proposer
 from engine.forward import TorchForward
 from engine.kv_cache import KVPool
-from engine.loading.draft_check import check_draft, check_served
+from engine.loading.draft_check import check_draft, check_served, errors_of_draft
 from engine.loading.loader import LoadedModel, load_model
 from engine.loading.pretrained import default_cache_dir, resolve
 from engine.loading.weights import OnLoaded
@@ -61,7 +60,7 @@ def load_draft(
         first = _first_layers(model, speculation.draft_layers)
         return Draft(first, shares_kv=True, speculation=speculation)
     assert speculation.draft_model is not None
-    try:
+    with errors_of_draft():
         path = resolve(speculation.draft_model, default_cache_dir(os.environ))
         check_draft(read_architecture(path), path, model.architecture, model_path)
         quantization = speculation.draft_quantization or config.model.quantization
@@ -73,8 +72,6 @@ def load_draft(
             on_progress=on_progress,
             max_model_len=config.scheduler.max_model_len,
         )
-    except ModelError as error:
-        raise ModelError(f"speculation.draft_model: {error}") from error
     longest = config.scheduler.max_model_len or model.max_model_len
     if draft.max_model_len < longest:
         logger.warning(

@@ -19,7 +19,7 @@ from cluster.control_api.owner import OnProgress, OnServing
 from cluster.controller.desired import worker_names
 from cluster.serve.screen import Screen
 from engine.loading.commit import commit_of, pinned, source_of, with_commit
-from engine.loading.draft_check import check_draft, check_served
+from engine.loading.draft_check import check_draft, check_served, errors_of_draft
 from engine.loading.dtype import choose_dtype, dtype_of, with_chosen_dtype, with_dtype
 from engine.loading.footprint import check_room, check_small_files, footprint
 from engine.loading.gguf_folder import gguf_of
@@ -107,8 +107,9 @@ def resolve_model(config: BatonConfig, screen: Screen) -> tuple[BatonConfig, Pat
         architecture = check_small_files(config, path)
         check_served(config.speculation, architecture)
         if draft is not None:
-            draft_folder = resolve(draft, cache_dir, progress, weights=False)
-            check_draft(read_architecture(draft_folder), draft_folder, architecture, path)
+            with errors_of_draft():
+                draft_folder = resolve(draft, cache_dir, progress, weights=False)
+                check_draft(read_architecture(draft_folder), draft_folder, architecture, path)
             draft = pinned(draft, draft_folder)
             speculation = config.speculation.with_values("draft", draft_model=draft)
             config = config.model_copy(update={"speculation": speculation})

@@ -1,6 +1,8 @@
 """Checks, by the small files of their folders, whether a model may have a draft model, and which; imports no torch."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,15 @@ def check_served(speculation: SpeculationConfig, served: ModelArchitecture) -> N
             f"speculation.draft_layers: got {speculation.draft_layers}, but the served model has {served.num_layers} "
             "layers"
         )
+
+
+@contextmanager
+def errors_of_draft() -> Iterator[None]:
+    """Adds the configuration's key to ModelErrors about the draft model."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"speculation.draft_model: {error}") from error
 
 
 def check_draft(

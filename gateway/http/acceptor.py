@@ -19,10 +19,10 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """Longest time from the accept of a connection to the end of its TLS handshake."""
 
 MAX_REFUSALS = 64
-"""At most this many connections beyond the limit stay open until their refusal is sent. Further connections are closed
-at once."""
+"""At most this many connections beyond the limit get a refusal at the same time. Further connections are closed at
+once."""
 REFUSAL_TIMEOUT_S = 2.0
-"""How long a connected client may take to read its refusal."""
+"""How long a connected client may take to read its refusal and to close its connection."""
 
 ACCEPTS_PER_TURN = 16
 """How many connections are accepted per turn of the event loop. Handshakes proceed between turns. So in a burst of
