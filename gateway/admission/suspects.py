@@ -16,8 +16,8 @@ this request are at least as many as those that ended with it.
 
 A worker that cannot compute a request reports ErrorKind.STEP_FAILED and continues to run. A request is also
 stopped when two workers report this error for it. A worker's report counts only if the worker has contributed
-to a finished answer, and has reported the error for at most MAX_BLAMED requests. Otherwise the cause may be
-the worker itself, such as wrong model weights.
+to a finished answer, and has reported the error for at most MAX_BLAMED requests, stopped ones included.
+Otherwise the cause may be the worker itself, such as wrong model weights.
 
 The gateway remembers the caller, prompt and grammar of a stopped request. It refuses equal requests until
 none has been sent for REMEMBERED_S.
@@ -28,6 +28,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
 from baton.errors import HarmfulRequest
 from baton.request import SUSPECT_TURN_S
@@ -71,6 +72,16 @@ class _Suspect:
     """Incarnations of workers that could not compute the request."""
 
 
+class _Stopped(NamedTuple):
+    """A request that is refused if it is sent again."""
+
+    at: float
+    """When the request was stopped or last sent again."""
+    reason: str
+    failed_at: frozenset[str]
+    """As in _Suspect: if workers are at fault, the requests that they stop are no evidence against further ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoss:
     """Which requests a worker had when it ended."""
@@ -89,8 +100,8 @@ class Suspects:
     def __init__(self) -> None:
         self._suspects: OrderedDict[Identity, _Suspect] = OrderedDict()
         """Ordered by the latest loss or failure, oldest first."""
-        self._stopped: OrderedDict[Identity, tuple[float, str]] = OrderedDict()
-        """When each request was stopped or last sent again, and why it was stopped; oldest first."""
+        self._stopped: OrderedDict[Identity, _Stopped] = OrderedDict()
+        """Oldest first."""
         self._losses: deque[tuple[float, frozenset[Identity]]] = deque(maxlen=MAX_LOSSES_KEPT)
         """When each worker ended, and which requests it had."""
         self._proven: OrderedDict[str, None] = OrderedDict()
@@ -144,9 +155,9 @@ class Suspects:
         self._expire(now)
         if (stopped := self._stopped.get(identity)) is None:
             return None
-        self._remember(identity, stopped[1], now)
+        self._remember(identity, stopped._replace(at=now))
         self.counts["refused"] += 1
-        return HarmfulRequest(stopped[1])
+        return HarmfulRequest(stopped.reason)
 
     def worker_lost(self, loss: WorkerLoss, now: float) -> tuple[Identity, HarmfulRequest] | None:
         """Counts the loss of a worker. Returns the request that is stopped because of this loss, and the error for it;
@@ -178,6 +189,7 @@ class Suspects:
         suspect = self._touch(identity, now)
         suspect.failed_at.add(incarnation)
         num_blamed = Counter(name for each in self._suspects.values() for name in each.failed_at)
+        num_blamed.update(name for each in self._stopped.values() for name in each.failed_at)
         witnesses = {
             name for name in suspect.failed_at & self._proven.keys() if num_blamed[name] <= MAX_BLAMED
         }
@@ -210,17 +222,17 @@ class Suspects:
 
     def _stop(self, identity: Identity, why: str, what: str, now: float) -> HarmfulRequest:
         self.counts[why] += 1
-        del self._suspects[identity]
+        failed_at = frozenset(self._suspects.pop(identity).failed_at)
         minutes = f"{REMEMBERED_S / 60:g} minutes"
         reason = (
             f"the request was stopped: {what}. Change it; the same request is refused until it has not been sent for "
             f"{minutes}"
         )
-        self._remember(identity, reason, now)
+        self._remember(identity, _Stopped(now, reason, failed_at))
         return HarmfulRequest(reason)
 
-    def _remember(self, identity: Identity, reason: str, now: float) -> None:
-        self._stopped[identity] = now, reason
+    def _remember(self, identity: Identity, stopped: _Stopped) -> None:
+        self._stopped[identity] = stopped
         self._stopped.move_to_end(identity)
         if len(self._stopped) > MAX_KEPT:
             self._stopped.popitem(last=False)
@@ -237,7 +249,7 @@ class Suspects:
         too_old = now - REMEMBERED_S
         while self._suspects and next(iter(self._suspects.values())).latest_at <= too_old:
             self._suspects.popitem(last=False)
-        while self._stopped and next(iter(self._stopped.values()))[0] <= too_old:
+        while self._stopped and next(iter(self._stopped.values())).at <= too_old:
             self._stopped.popitem(last=False)
 
 

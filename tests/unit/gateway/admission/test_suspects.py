@@ -126,6 +126,21 @@ def test_c56_a_worker_that_can_compute_nothing_is_no_evidence() -> None:
     assert suspects.step_failed(POISON, "w2", 2.0) is not None
 
 
+def test_c56_two_damaged_workers_stop_few_requests_in_turn() -> None:
+    """Each request that meets both before a third worker computes it."""
+    suspects = Suspects()
+    suspects.finished_on(["w0", "w1", "w2"])
+    for number in range(MAX_BLAMED):
+        assert suspects.step_failed(b"%d" % number, "w0", number) is None
+        assert suspects.step_failed(b"%d" % number, "w1", number) is not None
+        assert suspects.refusal(b"%d" % number, number) is not None
+    for worker in ("w0", "w1", "w2"):
+        assert suspects.step_failed(OTHER, worker, 10.0) is None
+    later = 10.0 + REMEMBERED_S
+    assert suspects.step_failed(POISON, "w0", later) is None
+    assert suspects.step_failed(POISON, "w1", later) is not None, "what they did is forgotten"
+
+
 def test_c56_workers_that_never_finished_an_answer_are_no_evidence() -> None:
     suspects = Suspects()
     suspects.finished_on(["w0"])
