@@ -143,7 +143,7 @@ class BoundedH11(H11Protocol):
         self.is_over.set()
 
     def shutdown(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
             self._lingering.close_now()
         else:
             super().shutdown()

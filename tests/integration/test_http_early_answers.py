@@ -102,13 +102,17 @@ async def test_a_client_that_never_stops_sending_is_cut_off(
             await send_forever(writer)
 
 
+@pytest.mark.parametrize(
+    ("status", "rest"),
+    [(413, b"content-length: 90000000\r\n\r\n"), (400, b"transfer-encoding: chunked\r\n\r\nzz\r\n")],
+)
 async def test_a_stop_does_not_wait_for_the_rest_of_an_answered_request(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    status: int, rest: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.protocol.REQUEST_TIMEOUT_S", 600.0)
     async with gateway_with(folder, {}, {}, max_message_mib=1) as under_test, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
-        writer.write(HEAD + b"content-length: 90000000\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        writer.write(HEAD + rest)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 %d " % status)
         await under_test.gateway.stop(grace_s=600.0)
         writer.close()
