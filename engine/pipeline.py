@@ -64,10 +64,9 @@ class ThreadedPipeline:
     """Computes on its own thread, so that a step can be planned while the previous one is computed."""
 
     def __init__(self, runner: StepLauncher) -> None:
-        self._runner = runner
         self._plans: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(runner,), name="device", daemon=True)
         self._thread.start()
 
     def num_ahead(self, plan: SchedulerOutput) -> int:
@@ -86,12 +85,11 @@ class ThreadedPipeline:
 
     def close(self) -> None:
         self._plans.put(None)
-        self._thread.join()
-        del self._runner
+        self._thread.join()  # only the thread holds the runner
 
-    def _run(self) -> None:
+    def _run(self, runner: StepLauncher) -> None:
         while (plan := self._plans.get()) is not None:
-            self._results.put(_result_of(lambda: self._runner.launch(plan).wait()))
+            self._results.put(_result_of(lambda: runner.launch(plan).wait()))
 
 
 class StreamPipeline:
