@@ -128,14 +128,12 @@ def _gpt_oss(file: GgufFile, config: Config) -> Config:
 def _olmo2(file: GgufFile, config: Config) -> Config:
     """A file with windows is OLMo 3. Only its layers without a window scale their rotation."""
     full = config["rope_parameters"]
-    keys = (
-        "olmo2.rope.scaling.attn_factor",
-        "olmo2.rope.scaling.yarn_attn_factor",
-    )  # the older key, the newer one
+    # Converters write `attention_factor` to the first key; newer ones to the second.
+    keys = ("olmo2.rope.scaling.attn_factor", "olmo2.rope.scaling.yarn_attn_factor")
     factors = {factor: key for key in keys if (factor := positive_in(file, key, default=1.0)) != 1.0}
     if len(factors) > 1:
         raise ModelError(f"{file.path}: {' and '.join(keys)} must be equal; got {[*factors]}")
-    for factor, key in factors.items():  # the converter writes `attention_factor` there
+    for factor, key in factors.items():
         if full["rope_type"] != "yarn":
             raise ModelError(f"{file.path}: {key} ({factor}) is not supported without YaRN")
         full = full | {"attention_factor": factor}
