@@ -83,7 +83,9 @@ class CalledFunction(Body):
     """The function of a call, and what the model wrote for it."""
 
     name: str = Field(min_length=1, max_length=MAX_CALL_NAME_CHARACTERS)
-    arguments: str = Field(description="JSON, as the model wrote it.")
+    arguments: str | None = Field(
+        None, description="JSON, as the model wrote it. Absent: go-openai leaves out empty arguments."
+    )
     parsed_arguments: Any = Field(None, description=PARSED)
 
 
@@ -91,9 +93,13 @@ class Call(Body):
     """A call that the model made."""
 
     id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
-    type: Literal["function"]
+    type: Literal["function"] | None = None
     function: CalledFunction
     index: int | None = Field(None, ge=0, description="Accepted and ignored: pieces of streams have it.")
+
+    def as_tool_call(self) -> ToolCall:
+        arguments = self.function.arguments
+        return ToolCall(self.id, self.function.name, "{}" if arguments is None else arguments)
 
 
 class ThoughtBlock(Body):
@@ -135,14 +141,11 @@ class AssistantMessage(Cacheable):
     )
 
     def as_chat_message(self) -> ChatMessage:
-        calls = [
-            ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
-        ]
-        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        if reasoning is None:
-            reasoning = "".join(block.thinking or "" for block in self.thinking_blocks or ())
+        calls = [call.as_tool_call() for call in self.tool_calls or ()]
+        in_blocks = "".join(block.thinking or "" for block in self.thinking_blocks or ())
+        reasoning = self.reasoning_content or self.reasoning or in_blocks or None
         return ChatMessage(
-            "assistant", _text_of(self.content), reasoning or None, tuple(calls), name=self.name or None
+            "assistant", _text_of(self.content), reasoning, tuple(calls), name=self.name or None
         )
 
 
@@ -178,7 +181,7 @@ def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
 
 
 def _check_answer(message: AssistantMessage, path: str) -> None:
-    both = {message.reasoning, message.reasoning_content} - {None}
+    both = {message.reasoning, message.reasoning_content} - {None, ""}
     if len(both) == 2:
         raise InvalidRequest(f"{path}.reasoning", "differs from reasoning_content; send one of them")
 

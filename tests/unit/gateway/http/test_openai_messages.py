@@ -1,7 +1,8 @@
-"""Fields of Anthropic's API that clients of several providers leave in chats."""
+"""Messages of the assistant as clients of several providers send them back."""
 
 from typing import Any
 
+from gateway.conversation import ToolCall
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.messages import chat_messages_of
 from gateway.http.openai.tools import tools_of
@@ -39,8 +40,15 @@ def test_thoughts_in_blocks_are_reasoning_unless_the_message_also_has_it_as_text
     for fields, reasoning in (
         ({"thinking_blocks": blocks}, "Hmm."),
         ({"thinking_blocks": blocks, "reasoning_content": "Oh."}, "Oh."),
-        ({"thinking_blocks": blocks, "reasoning": ""}, None),
+        ({"thinking_blocks": blocks, "reasoning": ""}, "Hmm."),
+        ({"reasoning": "Oh.", "reasoning_content": ""}, "Oh."),
         ({"thinking_blocks": []}, None),
     ):
         (message,) = chat_messages_of(request_of({"role": "assistant", "content": "a", **fields}).messages)
         assert message.reasoning == reasoning
+
+
+def test_a_call_may_lack_its_type_and_its_arguments() -> None:
+    bare = {"id": "c", "function": {"name": "f"}}
+    (message,) = chat_messages_of(request_of({"role": "assistant", "tool_calls": [bare]}).messages)
+    assert message.tool_calls == (ToolCall("c", "f", "{}"),)
