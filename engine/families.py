@@ -36,7 +36,8 @@ class Family(Enum):
 
     @property
     def is_gemma(self) -> bool:
-        """Whether norms multiply by 1 + weight, embeddings have a scale, and the MLP's gate is a GELU."""
+        """Whether norms multiply by 1 + weight, embeddings and attention scores have scales, soft caps are read,
+        windows alternate with full layers, and the MLP's gate is a GELU."""
         return self in (Family.GEMMA2, Family.GEMMA3)
 
     @property

@@ -78,7 +78,7 @@ class Ending:
         self._unqueue(request)
         if status is RequestStatus.FINISHED_HANDED_OVER:
             self._remote.keep_first_token(request, output)
-        self._end_and_release(request, status, output, outputs)
+        self._end_and_free(request, status, output, outputs)
 
     def end(
         self,
@@ -98,7 +98,7 @@ class Ending:
             error=error,
             error_kind=error_kind,
         )
-        self._end_and_release(request, status, output, outputs)
+        self._end_and_free(request, status, output, outputs)
 
     def drop_from_running(self) -> None:
         """Removes ended requests from the running ones. Call it after running requests have ended."""
@@ -106,13 +106,13 @@ class Ending:
             self._running.drop_stopped()
             self._has_ended_running = False
 
-    def _end_and_release(
+    def _end_and_free(
         self, request: Request, status: RequestStatus, last: RequestOutput, outputs: ClientOutputs
     ) -> None:
         """Ends a request that has left its queue. Adds the finish reason to its last output."""
         self._has_ended_running |= request.status is RequestStatus.RUNNING
         request.move_to(status)
-        self._remote.release(request)
+        self._remote.free_or_hold(request)
         self._swap.discard(request)
         self._preemption.given_back.pop(request.request_id, None)
         del self._requests[request.request_id]

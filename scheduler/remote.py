@@ -1,8 +1,8 @@
 """RemotePrompts: the scheduler's part of a hand-over, on P and on D.
 
 A hand-over transfers the KV of a request's initial tokens: its prompt and, after a move, the output sampled on other
-workers. Only requests with `kv_transfer` take part, except in `release`, which frees the blocks of any ended request.
-The connector moves the bytes. The scheduler knows only the connector's six calls (KVConnector), which
+workers. Only requests with `kv_transfer` take part, except in `free_or_hold`, which frees the blocks of any ended
+request. The connector moves the bytes. The scheduler knows only the connector's six calls (KVConnector), which
 `worker.kv_connector_scheduler` implements.
 """
 
@@ -150,8 +150,8 @@ class RemotePrompts:
         logprobs = output.logprobs[0] if output.logprobs else None
         request.first_token = FirstToken(output.token_ids[0], logprobs)
 
-    def release(self, request: Request) -> None:
-        """Frees the blocks of an ended request, or keeps them until `end_holds` names the request."""
+    def free_or_hold(self, request: Request) -> None:
+        """Frees the blocks of an ended request, or holds them until `end_holds` names the request."""
         is_loading = self.loading.pop(request.request_id, None) is not None
         must_hold = False
         if self._connector is not None and request.kv_transfer is not None:
@@ -170,7 +170,7 @@ class RemotePrompts:
         return [request.request_id for request in requests if request.num_hit_tokens]
 
     def end_holds(self, request_ids: Iterable[str]) -> None:
-        """Frees the blocks kept for these requests, since no transfer uses them any more."""
+        """Frees the blocks held for these requests, since no transfer uses them any more."""
         for request_id in request_ids:
             if not self._kv.end_hold(request_id):
                 self._counters["kv_unknown_completions"] += 1
