@@ -283,7 +283,7 @@ _Loader.add_implicit_resolver(
 def _problem(error: yaml.YAMLError) -> str:
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-    return f"{problem or 'no YAML'}{where}"
+    return f"{problem or 'not valid YAML'}{where}"
 
 
 def merge(values: dict[str, Any], overrides: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -92,9 +92,9 @@ class GatewayConfig(Section):
     max_message_mib: int = Field(16, ge=1, le=2047)
     """Largest request that gRPC and HTTP accept."""
     max_connections: int = Field(2048, ge=1)
-    """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. A further connection is
-    refused over gRPC. Over HTTP, it replaces an idle connection of the address, or of the caller, that has the
-    most connections."""
+    """Open connections to each of gRPC and HTTP, counted from the moment they are accepted. A further
+    connection is refused over gRPC. Over HTTP, it replaces an idle connection of the address or caller that
+    has the most connections."""
     write_timeout_s: float = Field(60.0, gt=0.0)
     """A client loses its call (over HTTP, its connection) if data waits for the client, but it reads nothing for this
     long.

@@ -72,7 +72,7 @@ def _create(path: Path) -> None:
 
 def _read(path: Path) -> str:
     with open_at_once(path) as file:
-        status = os.fstat(file.fileno())  # of the opened file, not of the path, which may change
+        status = os.fstat(file.fileno())  # of the opened file: the path may name another one by now
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.geteuid():
             raise ConfigError(

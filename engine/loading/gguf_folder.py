@@ -105,7 +105,7 @@ KEYS_READ = {
 INTERMEDIATE_SIZE = dict.fromkeys(("gpt-oss", "minimax-m2"), "expert_feed_forward_length")
 """The key of `intermediate_size`, where it is not `feed_forward_length`."""
 WITH_WINDOW = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}
-"""`architectures[0]` of a config.json if the file has a sliding window, where the family is then another one."""
+"""`architectures[0]` of a config.json, for architectures whose files with a sliding window are of another family."""
 WINDOWED = ("llama", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3")
 """Architectures that may have a sliding window."""
 PARTLY_ROTATED = ("glm4", "glm4moe", "minimax-m2", "phi3")
@@ -129,7 +129,7 @@ def describe(gguf: Path, folder: Path) -> None:
     try:
         architecture_of(config)
     except ModelError as error:
-        raise ModelError(f"{gguf}: in the words of config.json: {error}") from None
+        raise ModelError(f"{gguf}, described as a config.json: {error}") from None
     if (num_tokens := len(file.strings("tokenizer.ggml.tokens"))) > config["vocab_size"]:
         raise ModelError(
             f"{gguf}: the tokenizer has {num_tokens} tokens, but token_embd.weight has {config['vocab_size']} rows"

@@ -52,7 +52,9 @@ def native_library() -> ctypes.CDLL | None:
     try:
         return _load(os.environ)
     except (_NotAvailableError, OSError) as error:
-        logger.warning("no native kernels, so torch computes everything, slower: %s", error)
+        logger.warning(
+            "there are no native kernels, so torch computes everything, which takes longer: %s", error
+        )
         return None
 
 
@@ -131,7 +133,9 @@ def compile_kernels(instructions: InstructionSet, library: Path, pattern: str = 
         else:
             if errors:
                 logger.warning(
-                    "the native kernels were compiled by %s, since %s", " ".join(compiler), "; ".join(errors)
+                    "the native kernels were compiled by %s, because %s",
+                    " ".join(compiler),
+                    "; ".join(errors),
                 )
             return
     raise _NotAvailableError(

@@ -85,7 +85,7 @@ def _named(result: ChatMessage, name_of: dict[str, str], path: str) -> ChatMessa
     if name is None:
         raise InvalidRequest(
             f"{path}.tool_call_id",
-            f"no earlier assistant's message has a call {result.tool_call_id[:60]!r}",
+            f"no earlier message of the assistant has a call {result.tool_call_id[:60]!r}",
         )
     if result.name not in (None, name):
         raise InvalidRequest(f"{path}.name", f"the call was to {name[:60]!r}, got {result.name[:60]!r}")

@@ -41,8 +41,9 @@ class RequestLimits:
         self._too_large = f"the body may have at most {max_bytes} bytes (gateway.max_message_mib)"
         self._too_many = (
             f"your requests that are not being answered yet may have bodies of at most {MAX_BODIES * max_bytes} bytes "
-            f"together ({MAX_BODIES} x gateway.max_message_mib), with the stored responses that they continue or read, "
-            "and with items that are not in the prompts of running responses, but will be stored; send fewer at once"
+            f"together ({MAX_BODIES} x gateway.max_message_mib). Stored responses that they continue or read count, "
+            "too. So do items of running responses that will be stored, but are not in the prompts. Send fewer "
+            "requests at once"
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -96,7 +96,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "messages.1.tool_call_id",
         {"messages": [USER, result()]},
-        "no earlier assistant's message has a call 'a'",
+        "no earlier message of the assistant has a call 'a'",
     ),
     ("messages.0.tool_call_id", {"messages": [result(), asks(call())]}, "no earlier"),
     ("messages.1.tool_call_id", {"messages": [asks(call()), {"role": "tool", "content": ""}]}, "missing"),

@@ -120,7 +120,7 @@ async def test_a_chain_that_grows_ends_with_an_error_and_no_more_memory(folder: 
 async def test_small_requests_that_continue_a_long_response_are_bounded_together(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them is answered yet. Another caller is served meanwhile."""
+    """None of these requests is answered yet. Another caller is served meanwhile."""
     goes_on = asyncio.Event()
     tokenized = TokenizerPool.encode_chat
 
@@ -144,7 +144,7 @@ async def test_small_requests_that_continue_a_long_response_are_bounded_together
         calls = [asyncio.create_task(client.post(paths[n % 2], json=more)) for n in range(MAX_BODIES + 8)]
         (refused, *_), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert (refused.result().status_code, refused.result().headers["retry-after"]) == (429, "1")
-        assert "with the stored responses that they continue or read" in refused.result().text
+        assert "Stored responses that they continue or read count, too" in refused.result().text
         async with under_test.http(headers=bob) as other:
             assert (await other.post("/tokenize", json={"prompt": "hi"})).status_code == 200
         goes_on.set()
