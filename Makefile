@@ -111,7 +111,7 @@ break-workers: $(INSTALLED) ## Kill, stop and restart workers under TRANSFERS ha
 chaos: $(INSTALLED) ## Five minutes of killing workers, nodes and the controller under load; CHAOS="--seconds 60 --seed 1"
 	$(PYTHON_IN_VENV) -m tests.chaos $(CHAOS)
 
-hostile: $(INSTALLED) ## Hostile callers beside streams that must not notice; HOSTILE="--scenes grammars"
+hostile: $(INSTALLED) ## Hostile callers beside streams that they must not disturb; HOSTILE="--scenes grammars"
 	$(PYTHON_IN_VENV) -m tests.hostile $(HOSTILE)
 
 bad-clients: $(INSTALLED) ## Clients that stop reading, vanish or cancel, 500 of each; CLIENTS="--each 50"

@@ -33,9 +33,9 @@ class Output:
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """A write to stdout in the body that fails raises OutputError or BrokenPipeError, and so does the flush at the end.
+    """If a write to stdout fails in the body, or the flush at the end, raises OutputError or BrokenPipeError.
 
-    Also after SystemExit, stdout is flushed.
+    Stdout is flushed even after SystemExit.
     """
     with redirect_stdout(cast("IO[str]", Output(sys.stdout))):
         try:

@@ -167,8 +167,8 @@ def _computed_on_cpu(path: Path, sizes: Sizes, prompts: Prompts) -> list[tuple[i
 def _serve(
     flags: Sequence[str], workload: Workload, numbers: Numbers, victims: Sequence[str]
 ) -> Iterator[Row]:
-    """Starts a fleet and sends it all requests. Then sends them again for each of `victims`, and kills a worker of this
-    role meanwhile."""
+    """Starts a fleet and sends it all requests. For each role in `victims`, sends them again, and meanwhile
+    kills a worker of this role."""
     with serving(*flags, environment=RAY_ENVIRONMENT) as serve:
         target = serve.wait_ready()["target"]
         for victim in (None, *victims):

@@ -95,7 +95,7 @@ class NextIncarnation:
         self._avoided = nodes
 
     async def discard(self) -> None:
-        """Ends an incarnation that was prepared and not taken."""
+        """Ends the prepared incarnation if it was not taken."""
         self._ready = None
         if self._prepared is not None:
             await self._prepared.stop(0.0)

@@ -1,9 +1,9 @@
 """CompileAhead: the kernels of a model's steps, compiled on threads while its weights load.
 
 An outline of the model, whose tensors have no memory, rehearses the same steps as the model will. Each kernel
-that it launches is compiled, but not run. Triton keeps the kernel in memory and on disk for later launches.
-Compiler and assembler release Python's lock nearly all the time, so threads are enough, and weights load
-meanwhile.
+that the outline launches is compiled, but not run. Triton keeps the kernel in memory and on disk for later
+launches. Compiler and assembler release Python's lock nearly all the time, so threads are enough, and weights
+load meanwhile.
 """
 
 import logging

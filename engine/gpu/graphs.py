@@ -22,9 +22,9 @@ class Recorder(Protocol):
 class CudaGraphs:
     """Graphs that share one pool of memory: only one may run at a time, and each overwrites another's result.
 
-    Results are in the pool, too. The replays keep the pool alive, and no tensor owns a result. If tensors
-    owned results, each of dozens of graphs would need its own memory for logits: 64 MB for 256 rows of
-    128,256.
+    Results are in the pool, too. The replays keep the pool alive. No tensor owns the memory of a result, so
+    all graphs can use the same memory. Otherwise, each of dozens of graphs would need its own memory for
+    logits: 64 MB for 256 rows of 128,256.
     """
 
     def __init__(self) -> None:

@@ -205,7 +205,7 @@ def read_safetensors_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def _entry(file: Path, first: int, entry: Mapping[str, Any]) -> TensorEntry:
-    """One tensor of the header. `first`: the position from which offsets count."""
+    """One tensor of the header. `first`: the position in the file to which the header's offsets are relative."""
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if any(type(number) is not int for number in (begin, end, *shape)):

@@ -79,7 +79,7 @@ class _Stopped(NamedTuple):
     """When the request was stopped or last sent again."""
     reason: str
     failed_at: frozenset[str]
-    """As in _Suspect: if workers are at fault, the requests that they stop are no evidence against further ones."""
+    """As in _Suspect. If workers are at fault, the requests that they stop are no evidence against other workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def _read(field: str, name: str, mark: bytes) -> bytes:
         raise ConfigError(
             f"gateway.tls.{field} {name}: contains no {mark.decode().rstrip('-').lower()} in PEM"
         )
-    return content.removeprefix(codecs.BOM_UTF8)  # gRPC does not find a certificate or key behind this mark
+    return content.removeprefix(codecs.BOM_UTF8)  # gRPC does not find a certificate or key after this mark
 
 
 def _context(tls: Tls, client_ca_pem: bytes | None) -> ssl.SSLContext:

@@ -290,7 +290,7 @@ def _with_integers(kinds: Any) -> Any:
 
 
 def _bound(key: str, value: Any) -> Any:
-    """The value of a keyword. A bound beyond MAX_BOUND becomes MAX_BOUND, which a few values less match."""
+    """The value of a keyword. A bound beyond MAX_BOUND becomes MAX_BOUND, so a few valid values are excluded."""
     if isinstance(value, int | float) and key in LOWER_BOUNDS:
         return max(value, -MAX_BOUND)
     if isinstance(value, int | float) and key in UPPER_BOUNDS:
@@ -299,10 +299,10 @@ def _bound(key: str, value: Any) -> Any:
 
 
 def _move_edges(schema: dict[str, Any]) -> None:
-    """Moves an exclusive bound of numbers a little if it is an integer. Otherwise the library's grammar allows the
-    bound itself if the other bound is less than 1 away, perhaps in another part of the schema: it writes 0 for
-    0 < x < 0.5. The library reads a number of many digits inexactly, so the step is larger than that to the next
-    float."""
+    """Moves an exclusive bound of numbers a little if it is an integer. Otherwise the library's grammar
+    allows the bound itself if the other bound is less than 1 away, perhaps in another part of the schema: it
+    writes 0 for 0 < x < 0.5. The library reads a number of many digits inexactly, so the bound moves by more
+    than one float."""
     kinds = schema.get("type", "number")
     if "number" not in (kinds if isinstance(kinds, list) else [kinds]):
         return
@@ -330,8 +330,8 @@ def _is_idle(key: str, value: Any) -> bool:
 
 
 def _check_integers(field: str, whose: str, schema: Any) -> None:
-    """Raises InvalidRequest if `const` or `enum` lists an integer in place of which the model would have to write
-    another one. Parts under unknown keywords count if a reference leads to them."""
+    """Raises InvalidRequest if `const` or `enum` lists an integer that a grammar would replace by another
+    one. Parts under unknown keywords count if a reference leads to them."""
     parts, seen = [schema], set[int]()
     for part in parts:  # the body appends to the list
         if id(part) in seen:

@@ -80,8 +80,8 @@ def listed_properties(guided: GuidedTool) -> list[Property]:
 
 
 def _listing_schema(guided: GuidedTool) -> dict[str, Any]:
-    """The tool's schema, whose properties may be taken out. Raises InvalidRequest if the schema says more about the
-    object than a list of properties does."""
+    """The tool's schema, each of whose properties is usable alone (see `divisible`). Raises InvalidRequest if
+    the schema says more about the object than a list of properties does."""
     schema = divisible(guided.schema)
     if shaping := sorted(_SHAPING & schema.keys()):
         raise InvalidRequest(

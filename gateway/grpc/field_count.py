@@ -15,8 +15,9 @@ FIELDS_PER_TURN = 2**10
 async def check_num_fields(body: bytes, kind: Descriptor) -> None:
     """Raises InvalidRequest if a message of this kind has too many fields. Lets other tasks run in between.
 
-    Packed numbers, such as the ids of a prompt, are one field. Raises DecodeError where no field can be read, and at a
-    group: proto3 has none, and within an unknown group, protobuf would skip what is counted here as a message.
+    Packed numbers, such as the ids of a prompt, are one field. Raises DecodeError where no field can be read.
+    Also raises DecodeError at a group: proto3 has no groups, and protobuf would skip the fields within an
+    unknown group, which this function would count.
     """
     if len(body) <= MAX_FIELDS:
         return

@@ -2,8 +2,8 @@
 
 A connection belongs to a stranger until a caller with a key has sent a request on it. Strangers are counted
 by address, callers by name. While places are free, no client is limited. When no place is free, a new
-connection replaces an idle one: an idle connection of the address, or of the caller, that has the most
-connections. So a client that opens many connections displaces its own.
+connection replaces an idle connection of the address or caller that has the most connections. So a client
+that opens many connections displaces its own.
 """
 
 import ipaddress

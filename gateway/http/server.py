@@ -56,7 +56,7 @@ class HttpServer:
                 app,
                 http="h11",
                 ws="none",
-                lifespan="off",  # so every scope is a request's, and no middleware asks for its type
+                lifespan="off",  # so every scope is that of a request, and no middleware checks this
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -170,7 +170,7 @@ class StopStrings:
         return text[:at]
 
     def _is_no_beginning(self, state: int) -> bool:
-        """Whether this is a whole stop string with which no other one begins."""
+        """Whether this is a whole stop string, and not the beginning of a longer one."""
         first, length = divmod(state, self._stride)
         if length == 0 or length < len(self._stops[first]):
             return False

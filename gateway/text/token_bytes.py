@@ -57,8 +57,10 @@ class TokenBytes:
 
 
 def num_before(text: str, raw: bytes) -> int:
-    """How many characters of `text` come before the token that completed it, a token of the bytes `raw`. There are some
-    if the tokens before it were parts of characters which it does not continue."""
+    """How many characters of `text` come from the tokens before the one that completed it, whose bytes are `raw`.
+
+    There are some if the earlier tokens were parts of a character that this token does not continue.
+    """
     own = raw.decode(errors="replace")
     return len(text) - len(own) if own and text.endswith(own) else 0
 

@@ -161,8 +161,9 @@ def _accepted(render: Callable[[Conversation], str], conversation: Conversation)
     """The conversation as text, or its first stricter form that the template accepts. If there is none, or if the time
     limit ends the search, raises the first refusal.
 
-    Gives the tools descriptions only if this changes the reason of a refusal, and tries this once for each reason, and
-    once with the last form.
+    Some templates refuse tools without descriptions. So for each reason of a refusal, tries once whether
+    descriptions change this reason. If they do, all further forms have descriptions. Otherwise, tries them
+    once more with the last form.
     """
     refusals: list[InvalidRequest] = []
 

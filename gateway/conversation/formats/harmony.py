@@ -116,11 +116,12 @@ class HarmonyFormat:
 
 
 def _with_remarks_in_thoughts(messages: Messages) -> Messages:
-    """The messages since the last answer, with texts before a call behind the thoughts of this call's turn.
+    """The messages. After the last answer, each text before a call is moved to the end of its turn's thoughts.
 
-    As a turn of its own, such a text would be a final message, and the template drops all thoughts before a final
-    message. Behind the thought, it is on the channel on which the model wrote it. A message without calls is an answer,
-    unless another message of the assistant follows: then it is a text before the calls of that message.
+    As a turn of its own, such a text would be a final message, and the template drops all thoughts before a
+    final message. At the end of the thoughts, the text is on the channel on which the model wrote it. A
+    message without calls is an answer, unless another message of the assistant follows: then it is a text
+    before the calls of that message.
     """
     following = [*(message.role for message in messages[1:]), ""]
     answers = [

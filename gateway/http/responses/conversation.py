@@ -48,9 +48,9 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
     assistant."""
     messages: list[ChatMessage] = []
     names: dict[str, tuple[str | None, str]] = {}
-    turn_of: dict[str, int] = {}  # for each call, the number of messages up to its turn
-    thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by the number of messages up to their turn
-    calls: defaultdict[int, list[ToolCall]] = defaultdict(list)  # also by this number
+    turn_of: dict[str, int] = {}  # by call: the number of its turn among the messages
+    thoughts: defaultdict[int, list[str]] = defaultdict(list)  # by the number of their turn
+    calls: defaultdict[int, list[ToolCall]] = defaultdict(list)  # by the number of their turn
     for item in _without_cut_calls(items):
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         match item:

@@ -35,7 +35,7 @@ NAMESPACE = "baton:responses:2"
 
 RESPONSE, CONTEXT = b"response", b"context"
 TOTAL = ""
-"""A field of the sizes. Clients name responses in paths, so no name is empty, and nobody can delete this field."""
+"""A field of the sizes. Clients name responses in paths, so no name is empty, and no client can delete this field."""
 
 _KEEP = f"""
 local key, used, sizes = unpack(KEYS)
