@@ -33,11 +33,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Clusters that tests start share a secret of their own instead of making one in the user's home.
 os.environ[SECRET_VARIABLE] = SECRET.text
 
-# Servers of tests are on this machine, where no proxy leads.
+# The servers of tests are on this machine, which a proxy does not reach.
 for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
     del os.environ[variable]
 
-# Tensors of tests only lose by threads, and lose much where other tests run beside them. Read when PyTorch is imported.
+# Threads make the products of tests slower, above all beside other tests. PyTorch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Thousands of tests are collected, and nothing of them is garbage."""
+    """Collects thousands of tests without searches for garbage: they leave none."""
     gc.disable()
     try:
         return (yield)
@@ -147,14 +147,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file leaves, such as modules and caches, stays: later files need not look for garbage in it."""
+    """Keeps what a file leaves, such as modules and caches, out of later searches for garbage."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
 
 
-# When everything has ended: extension modules want to see their objects freed. Not before, since pytest itself looks
-# for garbage at its end, again and again.
+# Extension modules expect their objects to be freed when everything has ended. This must not come earlier, since pytest
+# itself looks for garbage at its end, again and again.
 atexit.register(gc.unfreeze)
 
 

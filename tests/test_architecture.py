@@ -51,7 +51,7 @@ def modules(*folders: str) -> list[Path]:
 
 
 def names_in(file: Path, of: set[str]) -> set[str]:
-    """Those of these that are a name, an attribute or part of an imported module's name there."""
+    """The names in `of` that the file contains as a name, an attribute or a part of an imported module's name."""
     text = file.read_text()
     if not any(name in text for name in of):
         return set()  # parsing takes most of the time of these tests
@@ -91,7 +91,7 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_only_one_module_knows_how_python_is_started() -> None:
-    """Others would forget `-P`, and Python would import from a folder of strangers: see `module_command`."""
+    """Another module could forget `-P`. Then Python would import from a folder of strangers: see `module_command`."""
     found = [relative(file) for file in modules(*PACKAGES) if "sys.executable" in file.read_text()]
     assert found == ["baton/system/module_command.py"]
 

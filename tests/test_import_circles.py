@@ -58,7 +58,8 @@ def import_graph(*, with_late: bool) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[tuple[str, ...]]:
-    """Each set of modules that reach one another, sorted. Modules that import nothing of it are taken off first."""
+    """Each set of modules that reach one another, sorted. First removes modules that import no module of the
+    graph, again and again."""
     left = {name: set(targets) for name, targets in graph.items()}
     while ends := {name for name, targets in left.items() if not targets & set(left)}:
         left = {name: targets & set(left) - ends for name, targets in left.items() if name not in ends}

@@ -61,7 +61,7 @@ def words(text: str) -> set[str]:
 
 
 def tracked() -> list[str]:
-    """Files in which names may be: not those in which only prose has them."""
+    """Files in which a name counts as existing; files of prose are left out."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     paths = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
     return [path for path in paths if path.endswith(FILE_ENDS) and (ROOT / path).exists()]

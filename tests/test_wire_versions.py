@@ -34,7 +34,7 @@ class Plane:
     version: int
     messages: tuple[type[Any], ...]
     counts_with: Mapping[str, int] = field(default_factory=dict)
-    """The versions of other planes, by constant; when one changes, this plane's counts up, too."""
+    """The versions of other planes, by constant. When one of them changes, this plane's version must increase, too."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ CONTROL_REQUESTS = tuple(
     and issubclass(kind, control.ControlRequest)
     and kind is not control.ControlRequest
 )
-"""Those of controllers and workers, and those of a worker's actor of Ray."""
+"""The requests to controllers and workers, and those to a worker's actor of Ray."""
 
 PLANES = {
     "request plane": Plane(

@@ -131,7 +131,8 @@ def _cpu_time_by_thread(pid: int) -> dict[int, int]:
 class StoppedThread:
     """A thread of another process that does not run until that process ends; `gone` is set then.
 
-    Linux asks that one thread makes all ptrace calls, and the process is not gone before the tracer has heard of it.
+    Linux requires that one thread makes all ptrace calls. The process is not gone before its tracer was
+    notified of its end.
     """
 
     def __init__(self, tid: int) -> None:

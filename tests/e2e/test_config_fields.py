@@ -1,4 +1,4 @@
-"""No field of a family's config in transformers changes logits without Baton: it is read or refused, never ignored.
+"""Baton ignores no field of a family's config in transformers that changes logits: it reads or refuses the field.
 
 A new version of transformers may have new fields; this test names those that Baton does not know yet. With a new
 version, run it for all families (`make test-all`).
@@ -47,7 +47,7 @@ PROMPT = [(37 * i + 11) % 290 + 3 for i in range(24)]
 
 
 def changed(value: object) -> list[object]:
-    """Other values of a field."""
+    """Other values for the field that has this value."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -60,7 +60,7 @@ def changed(value: object) -> list[object]:
 
 
 def logits(path: Path) -> torch.Tensor | None:
-    """Those of transformers; None if it refuses the folder."""
+    """The logits that transformers computes; None if it refuses the folder."""
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         with torch.inference_mode():
@@ -71,7 +71,7 @@ def logits(path: Path) -> torch.Tensor | None:
 
 
 def architecture(path: Path) -> ModelArchitecture | None:
-    """Baton's; None if it refuses the folder."""
+    """The architecture that Baton reads; None if it refuses the folder."""
     try:
         return read_architecture(path)
     except ModelError:

@@ -80,7 +80,8 @@ async def same_tokens_as_over_grpc(client: AsyncOpenAI, cluster: LocalCluster, m
 
 
 async def prompt_logprobs_are_those_of_transformers(client: AsyncOpenAI, model: str, folder: Path) -> None:
-    """As evaluation harnesses ask for it. The prompt takes three steps; the second time, its blocks are cached."""
+    """The request is like those of evaluation harnesses. The prompt takes three steps; the second time, its
+    blocks are cached."""
     prompt = [(7 * i + 3) % 300 for i in range(290)]
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():

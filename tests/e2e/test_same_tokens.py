@@ -27,10 +27,11 @@ NUM_TO_REPEAT = 80
 """Tokens after which every answer has repeated some of its own."""
 MAX_TURNS = 20
 ALONE_EVERY = 4
-"""Every fourth of the prompts that are asked together is asked alone, too."""
+"""Every fourth of the prompts that are sent together is sent alone, too."""
 
 LENGTHS = [129, 1, 17]
-"""Beyond the ends of blocks and of a step. A real model takes long; the tiny ones below cover what is left out here."""
+"""Lengths beyond the ends of blocks and of a step. A real model takes long; the tiny models below cover other
+lengths."""
 Mode = Literal["disaggregated", "local"]
 MODES: tuple[Mode, ...] = ("disaggregated", "local")
 

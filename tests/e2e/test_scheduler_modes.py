@@ -1,6 +1,6 @@
 """Tokens equal transformers' own, however the scheduler cuts, orders, preempts and plans ahead.
 
-A tiny model is asked in every combination, the real one in a few, by hand.
+A tiny model is tested in every combination, the real model in a few, by hand.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Subject:
 
 
 def make_subject(folder: Path, prompts: list[list[int]]) -> Subject:
-    """An answer is transformers' own if each of its tokens is the likeliest behind those before it."""
+    """An answer equals that of transformers if each of its tokens is the likeliest one after the tokens before it."""
     config = ModelConfig(dtype="float32", quantization="none")
     model = load_model(config, folder, torch.device("cpu"))
     core = make_core(model, num_blocks=30, max_num_batched_tokens=512, preemption="recompute")

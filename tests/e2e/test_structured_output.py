@@ -36,7 +36,7 @@ DATE = r"(19|20)\d\d-\d\d-\d\d"
 def test_c13_an_answer_matches_its_grammar_and_what_is_no_grammar_is_the_clients_mistake(
     smollm2: Path,
 ) -> None:
-    """In every mode. After a wrong grammar, the next request is served."""
+    """This holds in every mode. After a wrong grammar, the next request is served."""
 
     async def run() -> None:
         async with local_cluster(make_config(dtype=DTYPE), smollm2) as cluster:

@@ -28,7 +28,8 @@ from tests.factories.tool_schemas import Schema, tool_schemas
 
 NUM_AT_ONCE = 8
 DTYPE = "float32" if native_library() is None else "auto"
-"""Our own kernels give the same bits in every step. Torch's nearly do, and rounding to 16 bits would show it."""
+"""Our own kernels give the same bits in every step. Those of torch nearly do, and rounding to 16 bits would
+show the difference."""
 CONFIG: dict[str, dict[str, Any]] = {
     "model": {"dtype": DTYPE, "quantization": "none"},
     "engine": {"num_threads": 1, "kv_cache_memory_mib": 256},

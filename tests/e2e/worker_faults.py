@@ -157,7 +157,7 @@ async def stop(cluster: FragileCluster, victim: str, rng: random.Random) -> None
 
 
 async def restart(cluster: FragileCluster, victim: str, rng: random.Random) -> None:
-    """`kill -9`, and at once another process at the same addresses, before anybody's patience is over."""
+    """`kill -9`, and at once another process at the same addresses, before any peer gives up waiting."""
     ports = cluster.workers[victim].ports
     await cluster.workers[victim].kill()
     if rng.random() < 0.5:
@@ -193,7 +193,8 @@ async def break_workers(
 ) -> Tally:
     """One row: requests go on until there were enough and the last fault is over; then everything comes to rest.
 
-    `pause_s`: of a client after each answer, which leaves the machine less to do while a fault lasts.
+    `pause_s`: how long a client pauses after each answer, so that the machine has less to do while a fault
+    lasts.
     """
     tally = Tally()
     over = asyncio.Event()

@@ -34,7 +34,7 @@ def make_dispatcher(*workers: str, policy: LoadFailurePolicy = "retry") -> Dispa
 
 
 def make_request(request_id: str = "r", caller: Caller = ANYBODY, **fields: Any) -> GatewayRequest:
-    """Its salt is its id, unless `fields` say otherwise."""
+    """A request whose salt is its id, unless `fields` say otherwise."""
     usual = {
         "prompt_token_ids": (1, 2, 3),
         "sampling_params": SamplingParams(max_tokens=3, seed=0),

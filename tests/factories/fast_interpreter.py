@@ -1,5 +1,5 @@
-"""Triton's interpreter without what takes most of its time and changes no number. Import this where kernels are
-interpreted; it is never undone.
+"""Makes Triton's interpreter faster: leaves out what takes most of its time, but changes no number. Import
+this where kernels are interpreted; it is never undone.
 
 For every launch, Triton replaces the functions of its language again. For every value, it describes the type again.
 For every operation, it decides to which type and shape both operands are converted, although most operands need no

@@ -62,7 +62,7 @@ class ForkServer:
         self._lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], files: Sequence[int]) -> int:
-        """The pid of a new child of this process, which has these files."""
+        """Returns the pid of a new child of this process. The child has these files."""
         with self._lock:
             if self._line is None:
                 self._line = self._start()
@@ -89,7 +89,7 @@ class ForkServer:
 
 @contextmanager
 def forks_workers(server: ForkServer) -> Iterator[None]:
-    """Within it, a `Popen` of this process that would start one of PROGRAMS has it forked by the server."""
+    """Within this context, if a `Popen` of this process would start one of PROGRAMS, the server forks it instead."""
     original = subprocess.Popen
     signature = inspect.signature(original._execute_child)  # type: ignore[attr-defined]
 
@@ -195,7 +195,7 @@ def _begin(request: dict[str, Any], files: Sequence[int], writing: int) -> NoRet
 
 
 def _keep(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Gives these files these numbers, and closes all others that are not high."""
+    """Gives these files these numbers, and closes all other files below _HIGH."""
     high = [_high(file) for file in files]
     os.closerange(0, _HIGH)
     for file, number in zip(high, numbers, strict=True):
@@ -204,7 +204,7 @@ def _keep(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _high(file: int) -> int:
-    """Another number of the file, which no program asks for."""
+    """Another number of the file, so high that no program asks for it."""
     return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _HIGH)
 
 

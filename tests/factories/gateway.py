@@ -232,7 +232,7 @@ class GatewayUnderTest:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The gateway's; it counts requests."""
+        """The gateway's dispatcher, which counts requests."""
         return self.gateway._driver.dispatcher
 
     @property

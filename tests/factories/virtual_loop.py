@@ -20,7 +20,7 @@ class _Selector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
-        assert ready or timeout is not None, "everybody waits for ever"
+        assert ready or timeout is not None, "all tasks wait for ever"
         self.now += TURN_S if ready or timeout is None else max(TURN_S, timeout)
         assert self.now < MAX_S, "it does not come to an end"
         return ready

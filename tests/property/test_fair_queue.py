@@ -109,7 +109,7 @@ def test_room_is_not_left_while_one_in_sight_would_fit(steps: list[QueueEntry[in
 @given(stream=st.lists(st.tuples(CALLERS, TOKENS, st.integers(1, 2)), min_size=600, max_size=600))
 @settings(max_examples=15, deadline=None)
 def test_no_caller_starves(stream: list[tuple[str, int, int]]) -> None:
-    """A large one gets its room, though smaller ones of everybody keep coming, and each finds some."""
+    """A large request gets its room, although all callers keep sending smaller ones, and each of these finds room."""
     room = Room()
     large = room.join(request("a", MAX_TOKENS, size=3))
     for caller, num_tokens, made in stream:

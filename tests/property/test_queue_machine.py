@@ -57,7 +57,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(num_passed_over=st.integers(1, 3))
     def pass_over(self, num_passed_over: int) -> None:
-        """Some are looked at and put back: everybody stands where they stood."""
+        """Some requests are taken and put back: each request keeps its place."""
         taken = [self.queue.pop() for _ in range(min(num_passed_over, len(self.waiting)))]
         for request in taken:
             self.queue.push(request)

@@ -47,7 +47,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to run a workload that must not change anybody's tokens."""
+    """One way to run a workload, which must not change the tokens of any request."""
 
     batching: str
     num_ahead: int

@@ -15,7 +15,8 @@ from simulator.workloads import Session, Turn
 GREEDY, TENANTS = "greedy", tuple(f"tenant{number}" for number in range(7))
 NUM_PER_TENANT, MEAN_PAUSE_S, FIRST_S, END_S = 11, 1.2, 2.0, 20.0
 UNSHARED_END_S, PATIENCE_S = 12.0, 4.0
-"""Without shares, a shorter time suffices: it only has to show waits of four times those of being alone."""
+"""Without shares, a shorter time suffices: it only has to show that others wait four times as long as they
+would alone."""
 
 
 def others() -> Iterator[Session]:

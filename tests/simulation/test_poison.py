@@ -1,5 +1,5 @@
-"""Behaviour 56: no innocent request is taken for the one that ends workers: under constant random kills, and beside
-the poison of another gateway."""
+"""Behaviour 56: no innocent request is taken for one that ends workers, neither under constant random kills,
+nor beside the poison of another gateway."""
 
 import random
 from functools import partial

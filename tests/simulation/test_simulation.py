@@ -18,7 +18,7 @@ from tests.simulation.scenario import GREEDY_EVERY, GREEDY_SEED
 from tests.simulation.unmended import UNMENDED
 
 SEEDS = range(420, 480)
-"""The first 51 suffice for everything to happen; from 0 on it takes many more."""
+"""With the first 51 of these seeds, everything happens. With seeds from 0 on, this takes many more."""
 NUM_JOBS = min(2, os.cpu_count() or 1)
 
 MESSAGES = (*messages.TO_PRODUCER._codec._encoders, *messages.TO_CONSUMER._codec._encoders)
@@ -114,7 +114,7 @@ QUICK = {
     "forget poison": 0,
     "trust heartbeats alone": 54,
 }
-"""From which seed on some bugs are hunted: they are rare, and seeds before it do not find them."""
+"""For rare bugs, the first seed of the hunt: the seeds before it do not find the bug."""
 
 
 @pytest.mark.parametrize(("name", "first"), QUICK.items(), ids=QUICK)

@@ -58,7 +58,8 @@ def test_rules_and_their_tests_pass_promtool() -> None:
 def test_of_two_releases_in_one_prometheus_the_one_without_workers_or_gateways_raises_alerts(
     tmp_path: Path,
 ) -> None:
-    """By the rules that the chart renders for each. A worker of the same name in the other release adds nothing."""
+    """The rules are those that the chart renders for each release. A worker of the same name in the other
+    release adds nothing."""
     for name in ("blue", "green", "red"):
         rule = render({"metrics": {"prometheusRule": {"enabled": True}}}, name=name).one("PrometheusRule")
         groups = [group | {"name": name} for group in rule["spec"]["groups"]]
@@ -96,7 +97,7 @@ def test_of_two_releases_in_one_prometheus_the_one_without_workers_or_gateways_r
 
 
 def alert_test(eval_time: str, alertname: str, labels: list[dict[str, str]]) -> dict[str, Any]:
-    """As promtool wants it. The texts are those of the plain file."""
+    """A test of this alert, in the form that promtool reads. The texts are those of the plain file."""
     (rule,) = (
         rule
         for group in yaml.safe_load(ALERTS.read_text())["groups"]
