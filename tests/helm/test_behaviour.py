@@ -42,7 +42,8 @@ def test_a_node_leaves_by_its_own_address_at_its_own_controller(component: str, 
 
 
 def test_the_head_outlives_workers_that_begin_to_drain_with_it() -> None:
-    """As all do in an upgrade by Recreate. Before it asks what drains, their hooks have had the time to begin."""
+    """In an upgrade by Recreate, all workers drain with the head. Their hooks have time to begin before the
+    head asks which workers drain."""
     pods = render(DRAIN).pods()
     head = containers(pods["head"])["ray-head"]
     assert head["lifecycle"]["preStop"]["exec"]["command"][2].startswith("sleep 10; baton drain ")

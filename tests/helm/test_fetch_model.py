@@ -19,15 +19,15 @@ from tests.factories.chart import FOLDER, Object, containers, needs_helm, refusa
 
 PROGRAM = FOLDER / "files" / "fetch_model.py"
 QUERY = "?download=true"
-"""As links of the Hub end; no part of a file's name."""
+"""The end of the Hub's links. It is no part of a file's name."""
 CONTENT = {"config.json": b"{}", "model.safetensors": b"w" * 3_000_000}
 
 
 class Quiet(SimpleHTTPRequestHandler):
     asked_for: ClassVar[list[str]] = []
-    """By the present test."""
+    """The paths that the present test has requested."""
     patience: ClassVar[threading.Event] = threading.Event()
-    """Answers wait for it."""
+    """Answers wait for this event."""
 
     def do_GET(self) -> None:
         self.asked_for.append(self.path)
@@ -35,7 +35,7 @@ class Quiet(SimpleHTTPRequestHandler):
         super().do_GET()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not into the output of tests."""
+        """Keeps log lines out of the output of tests."""
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_gateways_leave_the_weights_out(tmp_path: Path, url: str) -> None:
     ids=["by its URL", "by its name"],
 )
 def test_a_gguf_file_is_fetched_into_its_folder(path: str, file: dict[str, str]) -> None:
-    """Its own path is no folder: the file would be below itself."""
+    """The target is not the file's own path: then the file would be below itself."""
     files = [file | {"sha256": "a" * 64}]
     for pod in render({"model": {"path": path, "download": {"files": files}}}).pods().values():
         assert containers(pod)["fetch-model"]["command"][3] == str(Path(path).parent)

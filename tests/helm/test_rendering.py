@@ -136,7 +136,7 @@ def test_no_container_may_more_than_it_must(values: Path) -> None:
 
 @every_cluster
 def test_the_pod_of_helm_test_is_admitted_where_the_others_are(values: Path) -> None:
-    """By a registry that needs a Secret, and by a quota of resources."""
+    """A registry may need a Secret, and a quota may need resources."""
     release = render(values)
     spec = release.one("Pod")["spec"]
     gateway = release.pods()["gateway"]["spec"]

@@ -174,7 +174,8 @@ def leaves(values: Object, path: str = "") -> set[str]:
 
 @cache
 def said_of_wrong_values() -> dict[str, str]:
-    """What helm says in each case. It tells of all wrong values at once: cases with nothing in common share a run."""
+    """What helm says in each case. helm reports all wrong values at once, so cases with nothing in common
+    share a run."""
     together: list[tuple[Object, list[str]]] = []
     for case, (values, _) in WRONG.items():
         for shared, cases in together:

@@ -125,7 +125,8 @@ HPA: Object = {"autoscaling": {"gateway": {"enabled": True, "minReplicas": 3, "m
 
 @pytest.mark.parametrize(("found", "expected"), [(5, 5), (1, 3), (9, 6)])
 def test_who_turns_autoscaling_on_loses_no_gateway(found: int, expected: int) -> None:
-    """Nor who upgrades later: what an earlier manifest said and this one does not, Kubernetes sets to one."""
+    """A later upgrade loses none, either. If a key was in the earlier manifest, but not in this one,
+    Kubernetes sets it to 1."""
     running = render({"gateway": {"replicas": found}}).one("Deployment")
     scaled = render_over([running], HPA).one("Deployment")
     assert scaled["spec"]["replicas"] == expected
@@ -141,7 +142,7 @@ WORKERS: Object = {"autoscaling": {"workers": {"enabled": True, "maxDecode": 6}}
 def test_an_upgrade_asks_for_as_many_workers_as_rays_autoscaler_has_come_to(
     found: int, expected: int
 ) -> None:
-    """Who applies it by force takes nothing away."""
+    """So an upgrade that is applied by force removes no worker."""
     running = render(WORKERS).one("RayCluster")
     (decode,) = (group for group in running["spec"]["workerGroupSpecs"] if group["groupName"] == "decode")
     scaled = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": running["metadata"]}

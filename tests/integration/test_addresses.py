@@ -93,7 +93,7 @@ def test_what_is_advertised_is_published_as_it_stands(host: str, in_url: str) ->
 def test_a_name_that_has_only_ipv6_addresses_is_published_as_an_address(
     addresses: list[str], published: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZeroMQ would look for its IPv4 addresses."""
+    """ZeroMQ would look for IPv4 addresses of the name."""
     families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in addresses]
     found = [
         (family, socket.SOCK_STREAM, 6, "", (address, 0))
@@ -180,7 +180,7 @@ async def test_a_port_that_is_in_use_on_one_address_of_a_name_is_an_error(
 async def test_a_fleet_is_found_by_a_name_of_either_family_once_the_name_is_known(
     families: list[socket.AddressFamily], is_ipv6: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a Service in an IPv6 cluster, which may have no address yet."""
+    """The name may be that of a Service in an IPv6 cluster, which may have no address yet."""
     connected, tries = asyncio.Event(), 0
 
     def found(*_: object, **__: object) -> list[tuple[object, ...]]:

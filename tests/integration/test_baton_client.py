@@ -119,7 +119,7 @@ async def _all_serving(gateways: Sequence[Gateway]) -> AsyncIterator[list[str]]:
 
 
 def test_it_passes_on_every_sampling_parameter_but_log_probabilities() -> None:
-    """Its parts of an answer have no place for these."""
+    """The client's parts of an answer have no place for log-probabilities."""
     fields = {field.name for field in SamplingParams.DESCRIPTOR.fields}
     assert {*Sampling.__annotations__} == fields - {"logprobs", "prompt_logprobs"}
 

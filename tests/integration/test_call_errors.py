@@ -103,7 +103,7 @@ def test_calls_that_were_refused_are_counted_by_reason_and_caller(
 
 
 async def test_errors_of_the_controller_have_one_name(folder: Path) -> None:
-    """Their classes are an inner matter."""
+    """Clients do not see the classes of these errors."""
 
     class Away:
         async def call(self, _: object) -> Any:
@@ -124,7 +124,7 @@ async def test_errors_of_the_controller_have_one_name(folder: Path) -> None:
 async def test_the_name_of_an_unknown_method_is_not_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC passes line ends in names on, with which a stranger could write lines of the log."""
+    """gRPC passes on line ends in names. With them, a stranger could write lines of the log."""
     async with (
         gateway_with(folder, {}, {}, api_keys=KEYS) as under_test,
         grpc.aio.insecure_channel(under_test.grpc_target) as typed_channel,

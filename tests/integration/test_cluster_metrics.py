@@ -17,7 +17,7 @@ from tests.factories.metrics import TTFT_PARTS, Scrape, read_url
 from tests.factories.promql import alert_expressions, dashboard_expressions, documented_metrics, metrics_in
 
 NUM_TOKENS = 64
-"""So many that the prefill worker tells of the end of its hand-over before the answer ends, on a busy machine, too."""
+"""So many that the prefill worker reports the end of its hand-over before the answer ends, even on a busy machine."""
 
 
 @asynccontextmanager
@@ -59,13 +59,13 @@ def test_a_real_cluster_tells_what_dashboard_and_alerts_ask_and_its_first_tokens
                 assert sum(parts.values()) == pytest.approx(answer.completion.timing["ttft_s"], abs=1e-3)
                 assert min(parts["prefill"], parts["gateway"]) > 0.0
                 assert parts["failed_attempts"] == 0.0
-                # The decode worker may be the first to tell of the token, behind its transfer.
+                # The decode worker may be the first to report the token, after its transfer.
                 assert mode == "disaggregated" or parts["transfer_exposed"] == 0.0
                 before = now
             assert now("handover_part_seconds_sum") == pytest.approx(
                 now("handover_gap_seconds_sum"), abs=1e-3
             )
-            # If the decode worker is the first to tell of token 0, token 1 may come with it: then there is no gap.
+            # If the decode worker is the first to report token 0, token 1 may come with it: then there is no gap.
             first_step_s = now("handover_part_seconds_sum", part="first_step")
             assert (first_step_s > 0.0) == (now("handover_gap_seconds_sum") > 0.0)
             assert now("kv_handover_bytes_count") == now("kv_handover_moving_seconds_count") == 1

@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Path:
 def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_nothing(
     config: Path, address_of_ray: str
 ) -> None:
-    """Neither a process nor its room, as the last test with this cluster shows."""
+    """No process and no reserved room is left, as the last test with this cluster shows."""
     more = '"orphan_timeout_s": 300.0, "unresponsive_timeout_s": 20.0, "name": "blue"'
     config.write_text(config.read_text().replace("600.0", f"600.0, {more}"))
     arguments = (str(config), "--ray-address", address_of_ray)

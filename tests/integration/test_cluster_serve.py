@@ -104,7 +104,7 @@ def test_a_start_pays_for_nothing_that_is_not_used(shared: tuple[ServeProcess, d
 def test_other_users_cannot_enter_the_folder_of_a_private_ray(
     shared: tuple[ServeProcess, dict[str, Any]],
 ) -> None:
-    """Ray lets everybody write to the folder that it is given, so that lies in another one."""
+    """Ray lets every user write to the folder that it is given. So this folder is within another one."""
     serve, _ = shared
     (folder,) = serve.temporary.glob("baton-ray-*")
     assert folder.stat().st_mode & 0o7777 == 0o700
@@ -117,7 +117,7 @@ def test_other_users_cannot_enter_the_folder_of_a_private_ray(
 
 
 def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:
-    """So many tokens that the prefill worker has told of the hand-over before the last of them."""
+    """The answer has so many tokens that the prefill worker reports the hand-over before the last one."""
     done = baton(
         "generate", "--target", target, "--json", "--max-tokens", "100", "--ignore-eos", "What is a block?"
     )
@@ -151,7 +151,7 @@ def test_generate_prints_one_object_with_everything_in_it(target: str) -> None:
 
 
 def check_transfers(timing: dict[str, Any]) -> None:
-    """Both ends tell of the one hand-over, in order, and within the request's own time."""
+    """Checks that both ends report the hand-over, with events in order and within the duration of the request."""
     transfers = {transfer["worker"]: transfer for transfer in timing["transfers"]}
     assert [(name, end["role"], end["peer"]) for name, end in sorted(transfers.items())] == [
         ("w0", "producer", "w1"),

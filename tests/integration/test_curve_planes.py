@@ -1,6 +1,6 @@
 """Strangers on both planes, over real sockets: they get nothing through, are counted, and do not fill the log.
 
-So do those who know the secret but have another protocol version.
+The same holds for peers that know the secret, but have another protocol version.
 """
 
 import asyncio
@@ -277,7 +277,7 @@ def test_a_gateway_with_the_workers_secret_hears_it() -> None:
 
 
 def test_a_handshake_that_breaks_once_is_no_refusal() -> None:
-    """As when a worker dies in the middle of it, and another incarnation takes its port."""
+    """A worker may die in the middle of the handshake, and another incarnation may take its port."""
     server = RequestServer(NETWORK, KEYS.request, "incarnation-1", lambda: STATUS, SystemClock())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"

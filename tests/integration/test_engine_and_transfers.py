@@ -196,7 +196,7 @@ def test_c48_a_requests_own_deadline_fires_on_an_idle_engine_while_it_loads() ->
 
 
 def test_a_hand_over_counts_from_the_command_and_not_from_the_transfer_threads_turn() -> None:
-    """Otherwise its times on the request's axis would be early while the thread waits for a processor."""
+    """Otherwise, its times on the request's axis would be too early if the thread has to wait for a processor."""
     clock, has_output = VirtualClock(), threading.Event()
     connector = KVConnectorWorker(
         KVTransferConfig(),

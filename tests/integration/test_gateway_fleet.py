@@ -95,7 +95,7 @@ async def test_workers_may_come_and_leave_while_the_connections_end(num_turns: i
 
 
 async def test_the_connection_to_a_replaced_worker_cannot_take_the_place_of_the_next_one() -> None:
-    """With one identity for both, libzmq stopped reading the next connection if the first was restored after it."""
+    """With one identity for both, libzmq stopped reading the second connection if the first was restored after it."""
     fleet = WorkerConnections(NETWORK, KEYS.request, Listener())
     identities = []
     for _ in range(2):

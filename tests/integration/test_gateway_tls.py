@@ -34,11 +34,11 @@ from tests.factories.gateway import GatewayUnderTest, answering, gateway_with
 MAPPED = "[::ffff:127.0.0.1]"
 """The same place by an address that the certificate does not name."""
 NOT_KNOWN_AS_LOOPBACK = "LOCALHOST"
-"""It is, but a name may mean anything, so the rules for other hosts hold."""
+"""This name means loopback. But a name may mean anything, so the rules for other hosts hold."""
 
 
 async def ask_grpc(under_test: GatewayUnderTest, credentials: Credentials) -> str:
-    """The model's name, or gRPC's word for why there is none."""
+    """The model's name, or the name of gRPC's status code if the call fails."""
     target = f"localhost:{under_test.gateway.grpc_port}"
     async with GatewayClient(target, credentials=credentials) as client:
         try:
@@ -48,7 +48,7 @@ async def ask_grpc(under_test: GatewayUnderTest, credentials: Credentials) -> st
 
 
 async def ask_https(under_test: GatewayUnderTest, context: ssl.SSLContext, key: str = ALICE) -> int:
-    """The status, or 0 if there is no connection to be had."""
+    """The status, or 0 if the connection fails."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(verify=context, headers=headers, timeout=60.0) as client:
         try:

@@ -80,7 +80,7 @@ def the_one_that_serves(one: ServeProcess, other: ServeProcess) -> tuple[ServePr
     owner, loser = (one, other) if lines[0] else (other, one)
     assert loser.wait_gone() == 1
     assert "a fleet named 'blue' is in use by another command" in loser.stderr
-    # Until the owner's claim is stored, nobody can tell its process.
+    # Until the owner's claim is stored, no other command knows the owner's process.
     by_whom = (f"(process {owner.process.pid} on ", "(it has just begun)")
     assert any(words in loser.stderr for words in by_whom), loser.stderr
     assert "died" not in owner.stderr, "the loser has ended none of its workers"

@@ -25,7 +25,8 @@ DRY = Setting(True, Path("unused"), None)
 
 
 def test_the_smoke_test_leaves_no_kernel_out() -> None:
-    """Nor a function that kernels are made of, nor a case of its own: names are different."""
+    """It leaves out no function that kernels call, either. All its cases have different names, so none
+    replaces another one."""
     compiled = {path.stem for path in KERNELS.glob("*.py") if "@triton.jit" in path.read_text()}
     assert len(compiled) >= 18
     cases = [case for maker in makers(Shapes.of(DRY)) for case in maker()]

@@ -182,7 +182,8 @@ def frame(kind: int, body: bytes = b"") -> bytes:
 async def test_batons_own_client_does_not_wait_for_a_gateway_that_no_longer_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that is stopped, or whose host is gone: nothing breaks the connection. A quiet gateway is no such case."""
+    """The gateway may be stopped, or its host gone: nothing breaks the connection. A gateway that is only
+    quiet answers pings."""
     monkeypatch.setattr(client, "KEEPALIVE_TIME_S", 0.2)
     monkeypatch.setattr(client, "KEEPALIVE_TIMEOUT_S", 0.5)
     async with (

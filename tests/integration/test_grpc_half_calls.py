@@ -164,7 +164,7 @@ async def test_a_connection_that_does_not_begin_is_closed(
 async def test_a_call_that_its_client_takes_back_at_once_is_no_error_of_the_gateway(
     folder: Path, caplog: pytest.LogCaptureFixture, has_key: bool
 ) -> None:
-    """Nor does its method's name write a line into the log."""
+    """The name of its method does not write a line into the log, either."""
     metadata = {"authorization": f"Bearer {ADMIN}"} if has_key else {}
     call, num_calls = _call("/a/b\n2026-11-30 ERROR forged", **metadata), 20
     taken_back = b"".join(

@@ -20,8 +20,8 @@ MUCH = b"x" * 8 * 2**20
 
 
 def status_of(port: int) -> int:
-    """What Python's own client gets, which reads nothing until it has sent everything. urllib always asks the server to
-    close the connection."""
+    """The status that Python's own client gets. It reads nothing until it has sent everything. urllib always
+    asks the server to close the connection."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
         client.request("POST", "/tokenize", MUCH, {"content-type": "application/json", "connection": "close"})
         with client.getresponse() as answer:

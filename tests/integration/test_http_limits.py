@@ -36,10 +36,10 @@ async def connection(
 
 
 async def ask(under_test: GatewayUnderTest, data: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error of what is answered to these bytes.
+    """Status and error of the answer to these bytes.
 
-    The gateway may close the connection before it has read all of them. A StreamReader would raise this error in place
-    of the answer that has arrived.
+    The gateway may close the connection before it has read all of them. A StreamReader would then raise an
+    error instead of returning the answer that has arrived.
     """
     loop, received = asyncio.get_running_loop(), b""
     with socket.create_connection(("127.0.0.1", under_test.gateway.http_port), timeout=60) as client:

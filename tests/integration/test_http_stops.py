@@ -61,7 +61,7 @@ one_token = beginning([5])
 def test_requests_that_do_not_end_in_time_get_an_error(
     folder: Path, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """In the form of their API: with its status if no answer had begun, else as the last event."""
+    """The error has the form of the request's API: a status if no answer had begun, else the last event."""
     question = {"model": "tiny", "max_tokens": 16, "messages": [{"role": "user", "content": "Hello"}]}
     if path == "/v1/completions":
         question = completion()

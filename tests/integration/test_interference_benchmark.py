@@ -53,7 +53,7 @@ def test_a_small_run_answers_every_request_and_leaves_a_table_a_file_and_a_pictu
 
 
 def test_a_killed_benchmark_leaves_no_server() -> None:
-    """As after `timeout`, or when the machine has too little memory."""
+    """A benchmark may be killed by `timeout`, or because the machine has too little memory."""
     script = """
 from benchmarks.interference_sides import _process
 with _process(["sleep", "1000"], {}) as server:

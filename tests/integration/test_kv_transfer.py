@@ -368,9 +368,9 @@ def test_a_connector_that_was_never_started_closes_its_sockets_too() -> None:
 
 
 def sockets() -> set[str]:
-    """Open sockets of this process by their inodes, which no later one has.
+    """Open sockets of this process by their inodes, which no later socket has.
 
-    Not by descriptors: other tests' sockets may be closed at any time.
+    Descriptors would not do, since other tests' sockets may be closed at any time.
     """
     files = (file for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
     return {name for file in files if (name := os.readlink(file)).startswith("socket:")}
@@ -390,7 +390,7 @@ def test_stopping_leaves_no_thread_of_a_transport_either(monkeypatch: pytest.Mon
 
 
 def test_c54_a_transfer_thread_that_waits_for_messages_has_nothing_to_do(prefill: Worker) -> None:
-    """Else a worker without hand-overs would seem to hang."""
+    """Otherwise, a worker without hand-overs would seem to hang."""
     deadline = time.monotonic() + 10.0
     while prefill.connector.progress.piece is not None:
         assert time.monotonic() < deadline

@@ -149,7 +149,7 @@ async def test_c52_a_stop_string_may_begin_on_one_worker_and_end_on_another(fold
 
 
 async def test_c52_late_outputs_of_a_lost_worker_reach_no_client(folder: Path) -> None:
-    """Nor does a token whose predecessors never came: a new computation need not lead to it."""
+    """Neither does a token whose predecessors never came: a new computation may give another token."""
 
     def with_a_gap(request: EngineRequest) -> list[RequestOutput]:
         outputs = outputs_of(request, [ANSWER[0], 77, 78], finish=None)

@@ -71,7 +71,7 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def fleet(
     model: Path, is_spoilt: Mapping[str, bool], orders: Path
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, dict[str, WorkerProcess]]]:
-    """Decode workers by name, some with weights that are NaN since they serve, and their gateway."""
+    """Decode workers by name, and their gateway. The weights of some workers become NaN once the workers serve."""
     workers: dict[str, WorkerProcess] = {}
     gateway = make_gateway(CONFIG, KEYS, model, Tokenizer(model))
     await gateway.start()
@@ -118,7 +118,7 @@ async def test_c55_answers_come_from_the_other_worker_token_for_token(folder: Pa
 
 
 async def test_c55_where_every_worker_is_wrong_the_client_gets_an_error(folder: Path, orders: Path) -> None:
-    """It is told that the workers failed, not that its request is harmful."""
+    """The error says that the workers failed, not that the request is harmful."""
     async with fleet(folder, {"w0": True, "w1": True}, orders) as (client, _):
         answers = [await complete(client, kind) for kind in KINDS]
         assert [answer.status_code for answer in answers] == [503] * len(KINDS)

@@ -47,8 +47,8 @@ async def test_a_whole_answer(folder: Path) -> None:
 
 
 async def test_a_conversation_goes_on_with_the_answer_as_it_came(folder: Path) -> None:
-    """With its empty fields; texts in pieces are one text; a developer's turn counts as the system's; messages may have
-    a type."""
+    """The answer keeps its empty fields. Texts in pieces are one text, a developer's turn counts as the
+    system's, and messages may have a type."""
 
     async with openai_with(folder, answering(ANSWER)) as (under_test, client):
         messages: list[Any] = [

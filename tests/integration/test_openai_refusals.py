@@ -90,7 +90,7 @@ async def test_null_means_absent(folder: Path) -> None:
 
 
 def test_every_field_that_may_be_left_out_may_be_null() -> None:
-    """On every level of every body."""
+    """This holds for every body, and for every part of a body."""
 
     def kinds(body: type[Body]) -> set[type[Body]]:
         return {body, *(each for kind in body.__subclasses__() for each in kinds(kind))}

@@ -295,7 +295,7 @@ async def test_an_answer_as_the_agents_sdk_for_javascript_sends_it_back(folder: 
 
 @pytest.mark.parametrize("text", ["<think>All the time", "<call "])
 async def test_a_stream_without_text_and_calls_has_an_empty_content(folder: Path, text: str) -> None:
-    """As the whole answer has."""
+    """The content of the whole answer is empty, too."""
     async with model_says(folder, text, FinishReason.LENGTH) as (under_test, client):
         assert (await whole(client)).choices[0].message.content == ""
         *_, last, _ = await raw_events(under_test, HELLO, tools=TOOLS)
@@ -304,7 +304,7 @@ async def test_a_stream_without_text_and_calls_has_an_empty_content(folder: Path
 
 @pytest.mark.parametrize("family", ["hermes", "generic", "harmony"])
 async def test_a_models_own_way_of_calling(tmp_path: Path, family: str) -> None:
-    """By its template: told of the tools, guided by a grammar that compiles, and read."""
+    """The template describes the tools, a grammar that compiles guides the call, and the gateway reads the call."""
     folder = make_tokenizer_dir(tmp_path / "model", HARMONY if family == "harmony" else TEMPLATES[family])
     text = f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'
     if family == "harmony":
@@ -369,7 +369,8 @@ async def test_log_probabilities_are_of_every_token(folder: Path) -> None:
 
 
 async def test_hidden_reasoning_has_no_log_probabilities(folder: Path) -> None:
-    """Their tokens would spell the reasoning. The log-probabilities are those of the text, whole and streamed."""
+    """The tokens of its log-probabilities would spell the reasoning. Only the text has log-probabilities,
+    whole and streamed."""
     async with gateway_with(
         folder, {}, {"d0": talkative_with_logprobs}, answer_format=MarkedFormat(), max_model_len=2000
     ) as under_test:

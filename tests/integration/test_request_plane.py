@@ -107,7 +107,7 @@ def test_c42_a_silent_gateway_is_gone_and_its_requests_end(
 
 
 def test_c42_a_gateway_that_never_stops_sending_delays_no_heartbeats() -> None:
-    """Whatever the worker reads of it is followed by as much."""
+    """Each time that the worker reads a message, the gateway sends another one."""
     message, is_over, sending = AbortRequests(("r",), 1), threading.Event(), threading.Lock()
 
     def send() -> None:
@@ -187,7 +187,7 @@ def test_c42_a_gateway_whose_order_was_lost_starts_anew(
 def test_c51_a_gateways_new_connection_ends_what_it_did_over_the_former_one(
     server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
-    """The former one is still open here, as a worker finds it that has not yet seen its end."""
+    """The former connection is still open here, since the worker has not yet seen its end."""
     gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     assert engine.received.get(timeout=60) == ("submit", gateway.client_id, REQUEST)
@@ -210,7 +210,8 @@ def test_heartbeats_count_the_outputs_before_them(server: RequestServer, gateway
 
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_the_end_of_an_engine_is_told_after_its_last_outputs(engine: RecordingEngine, is_asked: bool) -> None:
-    """Even where it ends while the plane is about to send a heartbeat. The last outputs end a suspect's turn, too."""
+    """This holds even if the engine ends while the plane is about to send a heartbeat. The last outputs end a
+    suspect's turn, too."""
     suspect = replace(REQUEST, is_suspect=True)
     output = RequestOutput(suspect.request_id, first_position=0, finish_reason=FinishReason.STOP)
 

@@ -179,7 +179,7 @@ async def test_a_form_is_a_grammar_and_is_parsed(folder: Path) -> None:
 
 
 async def test_log_probabilities_of_the_text_alone(thinker: Path) -> None:
-    """Not of the reasoning before it. The end of sequence belongs to the text."""
+    """The reasoning before the text has none. The end of sequence belongs to the text."""
     text = "<think>\nHm</think>\n\nBlue"
     token_ids = [*TOKENIZER.encode(text).ids, EOS_TOKEN_ID]
 

@@ -159,7 +159,7 @@ async def test_nobody_gets_anything_of_another_callers_responses(folder: Path) -
 
 
 async def refusal_to_cancel(client: openai.AsyncOpenAI, response_id: str) -> openai.BadRequestError:
-    """Of a response that has ended, which may be a moment after its last event."""
+    """The refusal to cancel a response that has ended, which may be a moment after its last event."""
     async with asyncio.timeout(60):
         while True:
             try:

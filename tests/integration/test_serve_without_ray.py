@@ -52,7 +52,7 @@ async def serving_workers(client: GatewayClient) -> dict[str, dict[str, Any]]:
 
 
 async def renewed(client: GatewayClient, before: dict[str, dict[str, Any]], *names: str) -> None:
-    """Returns once all that were there before serve, these in another incarnation and the others in the same."""
+    """Returns once all workers of `before` serve: `names` in another incarnation, the others in the same one."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             now = await serving_workers(client)
@@ -92,7 +92,7 @@ def test_workers_are_replaced_take_orders_and_leave_nothing(tmp_path: Path) -> N
 
 
 def test_a_command_that_stood_still_ends_no_request_but_a_second_ctrl_c_does(tmp_path: Path) -> None:
-    """And it kills no worker."""
+    """The command that stood still kills no worker, either."""
     make_model_dir(tmp_path / "tiny", max_position_embeddings=16384)
     config = tmp_path / "baton.yaml"
     patient = CONFIG.replace("drain_timeout_s: 0.2", "drain_timeout_s: 600.0").replace("_mib: 8", "_mib: 16")
@@ -117,7 +117,7 @@ async def stand_still_and_leave(serve: ServeProcess) -> None:
         assert await ask(client, 5) == expected[:5]
         assert "silent for too long" in serve.stderr, "it stood still for long enough to be missed"
         assert "died" not in serve.stderr
-        # Nor is a request that runs waited for after a second Ctrl-C.
+        # After a second Ctrl-C, the command does not wait for a running request, either.
         has_begun.clear()
         endless = asyncio.create_task(ask(client, 15_000, has_begun.set))
         await has_begun.wait()
@@ -172,7 +172,7 @@ def test_a_worker_that_can_never_start_ends_the_command_with_its_reason(tmp_path
 
 
 def test_ctrl_c_while_workers_load_leaves_no_shared_memory(folder: Path, tmp_path: Path) -> None:
-    """They are killed there, so none of them removes the file by which they lend cores."""
+    """The workers are killed while they load. So none of them removes the file by which they lend cores."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\n"
         "if 'worker' in sys.orig_argv:\n"

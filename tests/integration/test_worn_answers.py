@@ -59,7 +59,7 @@ def test_answers_continue_with_a_new_grammar_when_the_compiled_one_is_at_a_limit
 def test_answers_that_wait_for_a_slot_continue_with_a_new_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their grammar was compiled when they were added, and is at its limit when they begin."""
+    """Their grammar is compiled when the requests are added, and is at its limit when they begin."""
     requests, scheduler = make_requests(24), {**ROOMY, "max_num_seqs": 16}
     with EnginesOf(folder) as engines:
         plain = engines.start("plain", speculation=PLAIN, **scheduler)
@@ -72,7 +72,7 @@ def test_answers_that_wait_for_a_slot_continue_with_a_new_grammar(
 def _asked_until_done(
     engines: EnginesOf, engine: WholeEngine, requests: list[EngineRequest]
 ) -> dict[str, list[int]]:
-    """Asks again for the rest of answers that are given back, as the gateway does. Some must be."""
+    """Asks again for the rest of answers that are given back, as the gateway does. Checks that some are given back."""
     done: dict[str, list[int]] = {}
     num_given_back = 0
     while requests:
