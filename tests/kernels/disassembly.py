@@ -23,9 +23,10 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def instructions(cubins: Sequence[bytes], arch: int) -> list[list[str]]:
-    """Of each kernel the assembler's names, in order.
+    """The assembler's names of each kernel's instructions, in order.
 
-    All code is read at once: the tool takes longer to start and to skip the lines of the source than to read a kernel.
+    All code is read at once: the tool takes longer to start, and to skip the lines of the source, than to
+    read a kernel.
     """
     codes = [_code(cubin) for cubin in cubins]
     starts = [0, *accumulate(map(len, codes))]
@@ -40,7 +41,7 @@ def instructions(cubins: Sequence[bytes], arch: int) -> list[list[str]]:
 
 
 def _code(cubin: bytes) -> bytes:
-    """Of the only kernel in the file."""
+    """The code of the only kernel in the file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, index_of_names = struct.unpack_from("<3H", cubin, 0x3A)
     headers = [SECTION.unpack_from(cubin, table + size * index) for index in range(count)]

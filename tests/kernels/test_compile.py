@@ -17,17 +17,18 @@ import pytest
 from tests.kernels.cases import joined
 
 TIMEOUT_S = 1800.0
-"""Of a process, which takes minutes."""
+"""Limit for a process, which takes minutes."""
 
 MAX_KEPT_BYTES = 2**29
-"""Of compiled kernels; all launches take a tenth of it."""
+"""Limit for the kept kernels; all launches take a tenth of it."""
 
 Compiled = list[dict[str, Any]]
 
 OTHERS = {"usual": (80,), "all": (80, 100)}
 """Architectures for which one launch of each kernel is compiled."""
 DIFFER = ("paged_attention", "rms_norm", "rope_store", "skinny_linear")
-"""The kernels of which the usual launches for others are: here it makes the most difference what older GPUs lack."""
+"""The kernels whose first launch is compiled for other architectures even with `usual`: what older GPUs lack
+makes the most difference to them."""
 
 
 @pytest.fixture(scope="module", params=["usual", pytest.param("all", marks=pytest.mark.by_hand)])
@@ -37,7 +38,7 @@ def which(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def compiled(which: str, pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The usual launches or all for sm_90, and for others one launch of each kernel or of those that differ most there.
+    """The compiled launches: the usual ones or all for sm_90, and one launch of some or all kernels for others.
 
     `make test-all` compiles all.
 
@@ -157,7 +158,7 @@ def test_kernels_of_a_decode_step_wait_for_the_one_before_them(compiled: Compile
 
 
 SERVED = (("--no-graphs",), ("--fp8",), ("--no-graphs", "--one-at-once", "--requests", "50"))
-"""One at once, they take longest; fifty have every length and every kind of sampling."""
+"""Requests one at a time take longest. Fifty requests have every length and every kind of sampling."""
 SERVED_BY_HAND = tuple(
     ("--no-graphs", f"--architecture={name}") for name in ("mixtral", "gpt_oss", "deepseek_v3", "qwen2")
 )

@@ -45,8 +45,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
 
 
 def say(cases: Sequence[tuple[str, ...]], folder: Path) -> Said:
-    """What each case's outline wants. In a process of its own that sees no GPU: kernels that are interpreted or run
-    here cannot only be compiled. They are kept in the folder."""
+    """What each case's outline needs. The compiled kernels are kept in the folder.
+
+    A process of its own, which sees no GPU, compiles them: this process interprets or runs kernels, and
+    cannot only compile them.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     output = subprocess.run(
         [sys.executable, "-m", "tests.kernels.ahead", *joined(cases)],

@@ -206,7 +206,7 @@ def test_other_ranks_receive_the_first_ranks_tokens(device: torch.device) -> Non
 
 
 def test_rows_may_be_parts_of_longer_ones(device: torch.device, generator: torch.Generator) -> None:
-    """As where ranks do not divide the vocabulary: what follows a row is no logit."""
+    """The ranks may not divide the vocabulary: then what follows a row is no logit."""
     wide_RV = torch.randn(4, VOCAB + 3, generator=generator).to(device)
     wide_RV[:, VOCAB:] = 100.0
     requests = [

@@ -1,7 +1,7 @@
-"""Every family gives the same tokens by the GPU's kernels as on a CPU.
+"""Every family gives the same tokens with the GPU's kernels as on a CPU.
 
-Without a GPU the kernels are interpreted. So CI computes those families that need something of a kernel, by hand one
-computes all.
+Without a GPU, the kernels are interpreted. So CI tests only the families that need something special of a
+kernel. By hand, all families can be tested.
 """
 
 from pathlib import Path

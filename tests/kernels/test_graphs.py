@@ -30,7 +30,8 @@ def num_bytes_outside() -> int:
 
 
 def disturb() -> list[torch.Tensor]:
-    """Does what torch.compile does, and takes the memory that was freed. Bytes of 255 are NaN in bfloat16."""
+    """Clears cuBLAS' workspaces, as torch.compile does, and takes the freed memory. Bytes of 255 are NaN in
+    bfloat16."""
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.synchronize()

@@ -145,7 +145,7 @@ class PretendedGpu:
 def test_each_byte_is_counted_once(
     collectives: Collectives, uses_graphs: bool, wants_chunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graphs with which chunks are timed are larger than a step, but do not stay."""
+    """The graphs that time chunks are larger than a step, but are not kept."""
     gpu, model = PretendedGpu(), SimpleNamespace(device=torch.device("cpu"), collectives=collectives)
     model.kv_block_shape = lambda size: KVBlockShape(1, 1, size, 2, torch.float32)
     gpu.stand_in(monkeypatch)

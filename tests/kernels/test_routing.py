@@ -88,7 +88,7 @@ def test_of_equal_scores_the_first_experts_are_chosen(device: torch.device) -> N
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("mixture", [MIXTRAL, replace(MIXTRAL, is_sigmoid=True)], ids=["softmax", "sigmoid"])
 def test_a_nan_chooses_experts_that_exist_and_no_expert_twice(mixture: Mixture, device: torch.device) -> None:
-    """Anything else would read beside the weights. Other rows do not change."""
+    """Other numbers would be read outside of the weights. Other rows do not change."""
     logits_TX = torch.tensor([[1.0, math.nan, 3, 2, 5, 4, 7, 6], [1, 0, 3, 2, 5, 4, 7, 6]], device=device)
     experts_TK, weights_TK = route_rows(logits_TX, mixture)
     assert len(set(experts_TK[0].tolist())) == 2
@@ -99,7 +99,7 @@ def test_a_nan_chooses_experts_that_exist_and_no_expert_twice(mixture: Mixture, 
 
 
 def test_places_take_the_place_of_numbers(device: torch.device) -> None:
-    """A rank has experts 2 and 3; all others get the number behind its last one."""
+    """A rank has experts 2 and 3; all others get the number after its last one."""
     places_X = torch.tensor([2, 2, 0, 1, 2, 2, 2, 2], dtype=torch.int32, device=device)
     logits_TX = torch.tensor([[0.0, 1, 9, 2, 3, 4, 8, 5], [0, 1, 2, 9, 3, 4, 5, 6]], device=device)
     experts_TK, _ = route_rows(logits_TX, MIXTRAL, None, places_X)

@@ -70,7 +70,7 @@ USUAL = re.compile(
     r"Llama-3\.1-8B o, (1|16)|float32, 4"
     r"|fused Llama-3\.1-8B (o|gate_up), (1|16)|fused Llama-3\.1-8B (qkv|down), (1|16), float8"
 )
-"""Every fusion, and every data type; float8 with fusions."""
+"""The usual launches: every fusion, and every data type; float8 with fusions."""
 RARE = [name for name in LAUNCHES if not USUAL.fullmatch(name)]
 FEW = [(1, 10, 48), (2, 6, 1030), (2, 40, 300)]
 MORE = [(5, 70, 300), (16, 34, 512)]

@@ -34,7 +34,7 @@ def test_they_are_the_positions_that_were_packed(number: int, num_top: int) -> N
 
 
 def test_the_most_of_one_prompt_are_a_small_message() -> None:
-    """As one object for each position, they would occupy a gateway's event loop for a second."""
+    """With one object for each position, the log-probabilities would occupy a gateway's event loop for a second."""
     packed = PackedLogprobs(bytes(2**20), bytes(2**20), bytes(2**20))
     output = RequestOutput(request_id="r", first_position=0, token_ids=(1,), prompt_logprobs=packed)
     data = TO_GATEWAY.encode(Outputs((output,)))

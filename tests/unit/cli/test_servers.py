@@ -151,7 +151,8 @@ def test_a_fleet_reads_its_file_again_after_its_folder_is_gone(
 def test_a_fleet_keeps_its_numbers_of_workers_if_its_file_loses_them(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while the file is written, or after the disk was full. The defaults would drain most of the workers."""
+    """The file may be half written, or cut off because the disk was full. The defaults would drain most of
+    the workers."""
     file, clock = tmp_path / "baton.yaml", VirtualClock()
     file.write_text("cluster: {ray_address: none, decode: 3}\n")
     monkeypatch.setattr("cli.main.SystemClock", lambda: clock)

@@ -48,7 +48,7 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, content: str) -
 
 @pytest.mark.parametrize("address", ["", " "])
 def test_a_target_must_not_be_empty(address: str) -> None:
-    """As from a variable that is not set: gRPC would print its own lines and an internal error."""
+    """The target may come from a variable that is not set. gRPC would print its own lines and an internal error."""
     with pytest.raises(ConfigError, match=r"--target: got ' ?'; use HOST:PORT"):
         target("--target", address)
 

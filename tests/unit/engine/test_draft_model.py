@@ -254,7 +254,7 @@ def test_a_request_that_lacks_much_does_not_delay_the_drafts_of_others(model: Lo
 
 
 def test_requests_that_catch_up_share_the_tokens_of_a_step(model: LoadedModel) -> None:
-    """As when several chats are handed over at once. Those that lack the fewest tokens come first."""
+    """For example, several chats may be handed over at once. Requests that lack the fewest tokens come first."""
     driver = DraftingDriver(model, drafter_of(model, model.architecture.num_layers, shares_kv=False))
     lengths = {"long": 60, "c0": 40, "c1": 40, "c2": 30}
     for name, length in lengths.items():
@@ -276,7 +276,7 @@ def test_requests_that_catch_up_share_the_tokens_of_a_step(model: LoadedModel) -
 def test_requests_that_lack_the_tokens_of_a_few_steps_all_get_drafts(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after steps with a request's first token, which bring no drafts."""
+    """Requests lack them after steps with a request's first token, which bring no drafts."""
     monkeypatch.setattr("engine.draft_model.CATCH_UP", 16)
     make = drafter_of(model, model.architecture.num_layers, shares_kv=False)
     driver = DraftingDriver(model, make, block_size=16)

@@ -53,7 +53,7 @@ ADDED = {"added_tokens": [{"id": 6, "content": "<|end|>"}, {"id": 8, "content": 
 def test_the_tokenizers_end_token_ends_an_answer_too(
     tmp_path: Path, tokenizer_config: dict[str, Any], tokenizer: dict[str, Any] | None, ids: tuple[int, ...]
 ) -> None:
-    """As in vLLM. Fine-tuned models often name the end of a turn only there."""
+    """vLLM does the same. Fine-tuned models often name the end of a turn only there."""
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     if tokenizer is not None:

@@ -161,7 +161,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
 
 
 def rounded(path: Path, source: Path, kind: str) -> Path:
-    """The source with the numbers that its matrices have in a GGUF file."""
+    """Copies the source to `path`, with its matrices as a GGUF file of this kind stores them, rounded."""
     path.mkdir()
     for file in source.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
@@ -179,7 +179,8 @@ def rounded(path: Path, source: Path, kind: str) -> Path:
     "name", ["mixtral", "phi3", "smollm3, biased", "olmo2", "olmo3", "granite", "gemma2", "glm4"]
 )
 def test_quantized_files(tmp_path: Path, name: str) -> None:
-    """Dequantized, they give transformers' tokens; in the file's bits, two ranks give those of one."""
+    """Dequantized matrices give transformers' tokens. With matrices in the file's bits, two ranks give the
+    tokens of one."""
     case = CASES[name]
     source = source_of(tmp_path, case, hidden_size=128, intermediate_size=128)
     folder = folder_of(tmp_path, source, case, "Q8_0")
@@ -305,7 +306,7 @@ def test_divisors_of_longrope_belong_together(tmp_path: Path) -> None:
 
 
 def test_phi_3_for_4096_positions_has_a_window_without_the_key(tmp_path: Path) -> None:
-    """As in llama.cpp until 2025. Files of Phi-4 say that it has none."""
+    """llama.cpp did the same until 2025. Files of Phi-4 say that the model has no window."""
     source = make_model_dir(tmp_path / "source", "phi3", num_hidden_layers=1, max_position_embeddings=4096)
     file = read_gguf(make_gguf(tmp_path / "m.gguf", source))
     assert hugging_face_config(file)["sliding_window"] == 2047

@@ -121,7 +121,7 @@ def test_mxfp4_is_that_of_the_checkpoint_to_the_bit(
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_parts_of_experts_are_those_of_the_checkpoint(mxfp4: Path, quantized: Path, keeps: bool) -> None:
-    """Shares that cut blocks included; such a share stays in groups of 16, or becomes numbers."""
+    """This includes shares that cut blocks. Such a share stays in groups of 16, or becomes numbers."""
     gate_ups, downs = f"{EXPERT}.gate_up_proj", f"{EXPERT}.down_proj"
     halves, quarter = [None, Shard(0, first=160, size=160)], Shard(1, 0, 4)
     ours = GgufWeights(mxfp4 / "model.gguf", torch.float32, CPU, 16, keeps_groups=keeps)
@@ -157,7 +157,7 @@ def check_equal(found: Matrix, expected: Matrix) -> None:
 def test_ranks_have_the_shares_of_the_checkpoint(
     tmp_path: Path, quantized: Path, expert_parallel: bool
 ) -> None:
-    """To the bit, although without whole experts they cut blocks."""
+    """The shares are equal to the bit, although they cut blocks without whole experts."""
 
     def on_rank(collectives: Collectives, folder: Path) -> tuple[list[int], list[Any]]:
         config = ModelConfig(dtype="float32")

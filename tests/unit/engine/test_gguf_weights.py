@@ -95,7 +95,7 @@ def test_projections_of_one_input_may_have_different_bits(tmp_path: Path) -> Non
 
 
 def test_experts_of_one_tensor_are_shared_by_ranks(tmp_path: Path) -> None:
-    """As in files of the mixture Q4_K_M; the router stays in floats."""
+    """The types are those of files of the mixture Q4_K_M; the router stays in floats."""
 
     def kind(name: str) -> str:
         return "F32" if "gate_inp" in name else "Q6_K" if "down_exps" in name else "Q4_K"

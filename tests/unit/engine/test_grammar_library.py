@@ -1,4 +1,4 @@
-"""GrammarLibrary: what a compiled grammar takes, and what one that cannot be compiled is told."""
+"""GrammarLibrary: the memory of a compiled grammar, and the error for one that cannot be compiled."""
 
 from itertools import pairwise
 from pathlib import Path

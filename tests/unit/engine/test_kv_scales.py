@@ -226,7 +226,7 @@ def test_other_schemes_of_kv_are_refused_by_key_unless_kv_has_more_bits(
 
 
 def test_static_is_a_name_of_one_scale_for_each_layer(tmp_path: Path) -> None:
-    """As AMD and Tencent write it."""
+    """AMD and Tencent write this name."""
     folder = make_model_dir(tmp_path)
     add_scales(folder)
     plain = load(folder).digest

@@ -166,7 +166,7 @@ def test_the_death_of_a_worker_or_of_a_borrower_is_healed(tmp_path: Path) -> Non
         assert second.borrows(), "the worker that lends the CPU has taken it from the dead"
         lender.begin_step()
         lender.kill()
-        assert not second.borrows(), "nobody knows that it computes nothing"
+        assert not second.borrows(), "its worker has not reported that it computes nothing"
         with worker(tmp_path, THERE, THERE) as successor:
             assert not second.borrows()
             successor.end_step()

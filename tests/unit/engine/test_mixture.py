@@ -188,7 +188,7 @@ def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
 
 @pytest.mark.parametrize("is_mixed_here", [True, False])
 def test_gates_and_ups_of_different_kinds(is_mixed_here: bool) -> None:
-    """As GGUF files may have them: in all experts, or in one."""
+    """GGUF files may have such gates and ups, in all experts or in one."""
     router_XE, experts = random_experts(torch.float32, 4)
     in_8_bits = random_experts(torch.float32, 8)[1]
     experts = [
@@ -228,7 +228,7 @@ def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept:
 @pytest.mark.parametrize("width", [1, 83, 2048])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_our_kernel_sums_pairs_as_torch_does(dtype: torch.dtype, width: int, num_pairs: int) -> None:
-    """Also tokens without a pair, and the same bits by any number of threads."""
+    """This includes tokens without a pair. Any number of threads gives the same bits."""
     kernels = ElementwiseKernels(native().library)
     generator = torch.Generator().manual_seed(5)
     y_PE = torch.randn(num_pairs, width, generator=generator).to(dtype)

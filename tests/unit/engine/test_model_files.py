@@ -211,7 +211,7 @@ def test_a_damaged_header_names_its_file(tmp_path: Path, content: bytes) -> None
 def test_tensors_that_overlap_or_leave_bytes_out_are_refused(
     tmp_path: Path, ranges: tuple[tuple[int, int], tuple[int, int]], problem: str
 ) -> None:
-    """As the library of the format does, but before a worker starts."""
+    """The library of the format refuses them, too, but only when a worker has started."""
     a, b = ({"dtype": "F32", "shape": [2], "data_offsets": offsets} for offsets in ranges)
     header = json.dumps({"b": b, "a": a}).encode().ljust(192)
     file = tmp_path / "model.safetensors"

@@ -86,7 +86,7 @@ def sizes_of_parts(
 def test_threads_compute_nearly_the_same_for_one_token(
     program: Path, num_threads: int, num_layers: int
 ) -> None:
-    """Whatever the numbers of threads and of a token's experts are."""
+    """This holds for any number of threads, and of a token's experts."""
     sizes = sizes_of_parts(program, [0, *[1] * num_layers, 0], 1536, 2048, num_threads)
     busy = [0] * num_threads
     for size in sorted(sizes, reverse=True):  # as threads take them
@@ -95,7 +95,8 @@ def test_threads_compute_nearly_the_same_for_one_token(
 
 
 def test_a_guests_part_is_small(program: Path) -> None:
-    """So that a worker gets back its CPU soon: of many rows and inputs, even few outputs are many products."""
+    """A small part lets a worker get back its CPU soon. With many rows and inputs, even few outputs are many
+    products."""
     counts, outputs, inputs = [700, 0, 30, 1], 4096, 14336
     sizes = sizes_of_parts(program, counts, outputs, inputs, 2, has_guests=True)
     assert max(sizes) * inputs < 66_000_000

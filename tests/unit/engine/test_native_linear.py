@@ -255,7 +255,7 @@ def layers(products: Products, num_outputs: int, bias: torch.Tensor | None) -> l
 
 
 def centred_4_bits(weight_OI: torch.Tensor) -> GroupedWeight:
-    """As Q4_0 rounds: 8 means zero."""
+    """Rounds to 4 bits as Q4_0 does: 8 means zero."""
     groups_OGS = weight_OI.unflatten(-1, (-1, 32))
     scales_OG = groups_OGS.abs().amax(-1) / 7
     values_OI = ((groups_OGS / scales_OG.unsqueeze(-1)).round() + 8).flatten(1).to(torch.uint8)
@@ -331,7 +331,8 @@ def thread_ids() -> set[str]:
 def test_layers_of_equal_shape_multiply_their_own_rows(
     products: Products, kind: str, num_threads: int
 ) -> None:
-    """Like one after another, to the bit: layers with many rows, few or none; rows in any order; shares of outputs."""
+    """The results equal those of one layer after another, to the bit: for layers with many rows, few or none,
+    for rows in any order, and for shares of outputs."""
     torch.manual_seed(8)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     weights = [torch.randn(192, 96).to(dtype) for _ in range(5)]
@@ -373,7 +374,7 @@ def of_each(
 def test_places_of_rows_are_numbers_of_64_bits(
     products: Products, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    """Others would be read as places far outside of the rows."""
+    """Numbers of other types would be read as places far outside of the rows."""
     together = NativeLinears([NativeLinear.of_floats(products, torch.randn(32, 64), None)])
     firsts_N, order_P = (torch.tensor([0, 0], dtype=dtype) for dtype in dtypes)
     with pytest.raises(AssertionError):

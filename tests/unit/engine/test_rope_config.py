@@ -128,7 +128,7 @@ def test_the_old_name_of_a_type_is_refused_where_transformers_ignores_it(
 def test_the_original_length_beside_rotations_of_kinds_of_layers_has_no_effect(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    """As in transformers."""
+    """transformers does the same."""
     for scaling, original in ((YARN, 256), ({"rope_type": "yarn", "factor": 4.0}, 1024)):
         _, full = read(tmp_path, config, rope_scaling=scaling, original_max_position_embeddings=64).ropes
         assert full is not None
@@ -173,7 +173,7 @@ def test_a_base_of_olmo_3_that_its_windows_would_lose_is_refused(tmp_path: Path)
 
 
 def test_yarn_s_turns_of_zero_mean_its_own(tmp_path: Path) -> None:
-    """As in transformers."""
+    """transformers does the same."""
     plain = read(tmp_path, QWEN3, rope_scaling=YARN)
     assert read(tmp_path, QWEN3, rope_scaling={**YARN, "beta_fast": 0, "beta_slow": 0.0}) == plain
 

@@ -24,7 +24,7 @@ def model(folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def of_transformers(folder: Path) -> torch.Tensor:
-    """Of each token of PROMPT, as transformers computes them."""
+    """The log-probability of each token of PROMPT, as transformers computes it."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits_TV: torch.Tensor = theirs(torch.tensor([PROMPT])).logits[0]
@@ -94,7 +94,7 @@ def test_a_prompt_of_one_token_has_none(model: LoadedModel) -> None:
 
 
 def test_a_prompt_whose_logits_are_not_finite_is_reported(model: LoadedModel) -> None:
-    """Even if no row samples, and if the last row is finite."""
+    """It is reported even if no row samples, and if the last row is finite."""
     driver = StepDriver(model)
     driver.add("a", PROMPT, WANTS)
     driver.step({"a": 4})

@@ -19,7 +19,7 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @pytest.mark.parametrize("changed", [slice(None), slice(299, 300)], ids=["all", "the last row"])
 def test_a_projection_that_differs_from_the_embeddings_is_used(tmp_path: Path, changed: slice) -> None:
-    """As in transformers; its values for tied embeddings without one are others."""
+    """transformers does the same. If the files have no such projection, the embeddings are used, with other results."""
     path = make_model_dir(tmp_path, "gemma2", head_dim=16, sliding_window=9)
     tied = StepDriver(load_on_cpu(path)).generate({"a": PROMPT}, 6)
     head = load_file(path / "model.safetensors")[EMBEDDINGS].clone()

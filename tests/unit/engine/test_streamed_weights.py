@@ -73,7 +73,7 @@ def test_shards_of_both_sources_are_slices(tmp_path: Path, dim: int, dtype: torc
 
 
 def test_shards_may_differ_in_size(tmp_path: Path) -> None:
-    """As the vocabulary's, of which the last ranks may have less."""
+    """For example, the last ranks may have a smaller shard of the vocabulary."""
     whole = torch.randn(7, 4)
     save_file({"other": torch.ones(3), "w": whole}, tmp_path / "model.safetensors")
     for rank, expected in enumerate((whole[:3], whole[3:6], whole[6:])):

@@ -63,7 +63,7 @@ def test_four_ranks_of_one_kv_head_each(tmp_path: Path) -> None:
 def test_ranks_need_not_divide_the_vocabulary(
     tmp_path: Path, num_ranks: int, is_tied: bool, quantization: str
 ) -> None:
-    """As 49,155 tokens of Granite 3. `fp8` rounds in each rank's own part."""
+    """For example, Granite 3 has 49,155 tokens. `fp8` rounds in each rank's own part."""
     path = make_model_dir(
         tmp_path / "model",
         "granite",
@@ -113,7 +113,7 @@ def test_ranks_look_up_and_sample_the_last_tokens(tmp_path: Path) -> None:
 
 
 def test_ranks_that_only_help_with_prompt_logprobs_make_the_same_collective_calls(tmp_path: Path) -> None:
-    """In steps that sample, and in steps that do not. The vocabulary's parts differ in size."""
+    """This holds in steps that sample, and in steps that do not. The vocabulary's parts differ in size."""
     path = make_model_dir(tmp_path / "model", vocab_size=303)
     wants, prompt = (
         SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2),

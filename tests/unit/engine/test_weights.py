@@ -185,7 +185,7 @@ def test_the_digest_differs_for_fine_tunes_and_not_for_copies(tmp_path: Path) ->
 
 
 def test_the_digest_sees_a_change_of_any_tensor(tmp_path: Path) -> None:
-    """Even of a single number at one of its ends, where rows of added tokens are."""
+    """A change of a single number at one of the tensor's ends suffices: rows of added tokens are there."""
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
     path = make_model_dir(tmp_path, **sizes, vocab_size=1000)
     tensors, seen = load_file(path / "model.safetensors"), {model_digest(path)}

@@ -67,7 +67,8 @@ def test_a_grammar_at_a_limit_of_the_library_is_compiled_again_for_the_next_requ
 def test_an_answer_begins_anew_if_it_has_grown_or_another_one_found_the_limit(
     compiler: GrammarCompiler,
 ) -> None:
-    """Otherwise it might begin anew for ever. Requests that wait for a slot begin when the limit is known already."""
+    """Otherwise, an answer might begin anew for ever. Requests that wait for a slot begin when the limit is
+    known already."""
     matchers = [matcher_of(compiler) for _ in ANSWERS]
     late, running = matcher_of(compiler), matchers[-1]
     assert error_of(running, "a") is None
@@ -113,7 +114,7 @@ def test_a_grammar_that_grows_counts_with_its_growth_and_is_then_compiled_again(
 
 
 def test_quick_masks_count_as_growth_too(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a long string take little time, but each adds states."""
+    """The masks of a long string take little time, but each adds states."""
     monkeypatch.setattr(module, "COLD_MASK_S", 1000.0)
     monkeypatch.setattr(module, "MAX_GROWTH_BYTES", 3 * module.LEAST_GROWTH_BYTES)
     assert error_of(matcher_of(compiler), "abc") is None

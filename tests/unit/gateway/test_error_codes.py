@@ -26,7 +26,7 @@ def test_unexpected_errors_are_internal() -> None:
 
 
 def test_clients_and_metrics_see_the_names_of_the_table_only() -> None:
-    """Not those of their subclasses, which one part of Baton tells another."""
+    """They do not see the names of subclasses, which parts of Baton use among themselves."""
 
     class CallNotSent(errors.ClusterError):
         pass

@@ -1,4 +1,4 @@
-"""Each token's part of an answer, exactly, however late events tell of its text."""
+"""Each token's part of an answer is exact, however late the events with its text come."""
 
 from dataclasses import replace
 

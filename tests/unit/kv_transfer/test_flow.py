@@ -1,4 +1,4 @@
-"""Who is sent how much and when: windows, turns, and acknowledgements that cross an Open."""
+"""How much is sent to each peer, and when: windows, turns, and acknowledgements that cross an Open."""
 
 import pytest
 

@@ -66,9 +66,8 @@ def give_a_prompt(end: TransferEndpoint) -> None:
 
 
 def test_a_name_too_long_to_be_answered_is_refused() -> None:
-    """The answer to one of a megabyte could not be sent, and neither could word of its lease's end: that ended the
-    transfer thread, one lease after the message.
-    """
+    """The answer to a name of a megabyte could not be sent. Nor could the message at the end of its lease:
+    that ended the transfer thread, one lease after the name had come."""
     channel, clock = RecordingChannel(), VirtualClock()
     end = make_end(channel, clock)
     hold = unpack(TO_PRODUCER.encode(Hold(OURS))[PREFIX_BYTES:])

@@ -139,7 +139,8 @@ def test_c46_room_is_given_back_only_when_no_read_writes_it() -> None:
 
 
 def test_c46_an_end_of_the_load_before_proves_nothing_about_pieces_that_were_read_again() -> None:
-    """It was late. Meanwhile the request ends at the producer, whose word of it is lost, and others get its blocks."""
+    """That End is late. Meanwhile the request ends at the producer, whose message about this is lost, and
+    other requests get its blocks."""
     late: list[Frame] = []
 
     def tamper(frame: Frame) -> list[Frame]:
@@ -280,7 +281,8 @@ def test_a_prompt_that_was_preempted_after_its_load_was_put_off_comes_whole() ->
 
 
 def test_c45_a_late_word_of_the_load_that_was_put_off_vouches_for_nothing_of_the_next() -> None:
-    """It had other blocks. Were it believed, the End would not wait for what is still being read."""
+    """The former load had other blocks. If the late message were believed, the End would not wait for pieces
+    that are still being read."""
     wire = start_stuck(transport=SHARED_MEMORY)
     wire.deliver()
     starve(wire)

@@ -1,4 +1,4 @@
-"""Who comes first: arrival or priority, ageing, and the queue that keeps everybody's place."""
+"""Which request comes first: arrival or priority, ageing, and the queue in which each request keeps its place."""
 
 import pytest
 from pydantic import ValidationError

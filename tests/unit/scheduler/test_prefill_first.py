@@ -94,7 +94,7 @@ def test_c59_mini_vllm_makes_room_for_the_first_request_that_has_no_place() -> N
 
 
 def test_c59_mini_vllm_preempts_no_one_for_a_request_that_gave_way_itself() -> None:
-    """Of its swapped blocks, it now lacks all."""
+    """The request now lacks all of its swapped blocks."""
     driver = make_driver(
         prefill_first_rules="mini_vllm",
         policy="priority",

@@ -78,7 +78,7 @@ def called_for_each(run: Callable[[], object]) -> set[str]:
 
 @cache
 def _globals_loaded(code: CodeType) -> dict[int, str]:
-    """By the place of the instruction."""
+    """The global names that the code loads, by the offset of the instruction."""
     return {each.offset: each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
 
 

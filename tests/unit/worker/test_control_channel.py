@@ -143,7 +143,8 @@ def test_a_status_comes_at_once_when_the_worker_ends(pipes: Pipes) -> None:
 
 @pytest.fixture(params=["threads", "no thread"])
 def system(request: pytest.FixtureRequest, pipes: Pipes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a machine's limit of threads, a worker that does not answer would be ended, and every worker with it."""
+    """With `no thread`, no thread can start. At a machine's limit of threads, every worker that does not
+    answer would be ended."""
     if request.param == "no thread":
         start = Mock(side_effect=RuntimeError("can't start new thread"))
         monkeypatch.setattr(threading.Thread, "start", start)

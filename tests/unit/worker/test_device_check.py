@@ -24,7 +24,7 @@ from worker.device_check import (
 
 
 class ChecksFailFor(FakeRunner):
-    """Its logits are not finite for all requests in the steps, and for the first checks."""
+    """A runner whose logits are not finite, for all requests in the steps, and for the first checks."""
 
     def __init__(self, num_failing_checks: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_c55_steps_that_are_not_finite_count_against_a_device_only_if_they_come_
     ids=["plain", "drafts"],
 )
 def test_a_check_after_every_step_changes_no_token(folder: Path, settings: dict[str, Any]) -> None:
-    """Also while another step is under way."""
+    """This also holds while another step is under way."""
     answers = []
     for is_checked in (False, True):
         with EnginesOf(folder) as engines:

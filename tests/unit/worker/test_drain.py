@@ -75,7 +75,7 @@ def test_every_stage_but_the_last_leads_to_the_end() -> None:
 
 
 def test_the_controller_waits_until_a_worker_has_given_up_its_drain() -> None:
-    """Also with a short lease, and if it hardly waits for other answers."""
+    """This also holds with a short lease, and if the controller hardly waits for other answers."""
     config = BatonConfig.from_mapping(
         {"kv_transfer": {"lease_s": 0.5}, "cluster": {"unresponsive_timeout_s": 1.0}}
     )

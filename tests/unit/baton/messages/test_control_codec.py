@@ -110,7 +110,7 @@ def test_another_version_is_named_on_either_side() -> None:
 
 
 def test_ends_of_every_version_read_the_first_fields_of_these() -> None:
-    """They cannot change: it is by them that two versions tell each other why they do not work together."""
+    """These frames cannot change: with them, two versions tell each other why they do not work together."""
     call = msgpack.unpackb(write_call(CODEC.frame(4, 1.0, DescribeFleet())))
     assert call[:3] == ["Call", CONTROL_PLANE_VERSION, 4]
     assert msgpack.unpackb(failure(4, FleetError("no")))[:3] == ["Refusal", CONTROL_PLANE_VERSION, 4]

@@ -1,4 +1,5 @@
-"""There is an output for every token: what it costs to encode and to decode is counted in calls of Python functions."""
+"""The cost of encoding and decoding outputs, counted in calls of Python functions: there is an output for
+every token."""
 
 from baton.messages.request_plane import TO_GATEWAY, Outputs
 from baton.request import ErrorKind, FinishReason, RequestOutput
@@ -29,6 +30,7 @@ def test_an_output_that_ends_its_request_costs_little_more() -> None:
 
 
 def test_a_usual_output_is_decoded_in_six_calls() -> None:
-    """For its id, its position, its tokens, the kind of an error that it does not have, itself, and its constructor."""
+    """One call each for its id, its position, its tokens, the kind of an error that it does not have, itself,
+    and its constructor."""
     data = TO_GATEWAY.encode(USUAL)
     assert calls_in(lambda: TO_GATEWAY.decode(data)).total() <= 6 * NUM_OUTPUTS + AROUND

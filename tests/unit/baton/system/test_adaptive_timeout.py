@@ -13,7 +13,7 @@ LEAST_S = 2.0
 
 
 def after(pauses: Iterable[float]) -> tuple[AdaptiveTimeout, float]:
-    """One that heard a message after each of these pauses, and the time of the last."""
+    """An AdaptiveTimeout that got a message after each of these pauses, and the time of the last message."""
     timeout, now = AdaptiveTimeout(TIMEOUT_S), 100.0
     timeout.on_message(0.0, now)
     for pause_s in pauses:

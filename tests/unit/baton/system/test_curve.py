@@ -1,4 +1,4 @@
-"""Derived keys: the same for everybody who has the secret, another for every purpose, and never in a text."""
+"""Derived keys: the same for all who have the secret, different for every purpose, and never in a text."""
 
 import pickle
 from dataclasses import astuple

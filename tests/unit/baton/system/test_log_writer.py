@@ -104,7 +104,7 @@ def test_a_line_without_end_is_limited_and_counted_by_the_next_line_of_any_kind(
 
 
 class SteppingClock(VirtualClock):
-    """Is a window later at each reading, from `starts` on."""
+    """A clock that advances by one window at each reading, once `starts` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ async def test_an_error_that_no_caller_hears_is_logged(caplog: pytest.LogCapture
 
 
 async def test_a_fleet_that_was_ended_says_so_to_all_who_call_later() -> None:
-    """Its process may still answer, if the owner died before it could end that too."""
+    """The controller's process may still answer if the owner died before it could end this process, too."""
     config = fleet_config()
     async with fleet(config) as tested:
         await tested.all_serve(3)

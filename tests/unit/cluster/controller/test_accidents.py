@@ -16,7 +16,7 @@ PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
 async def cut_off_during_a_drain(tested: FleetUnderTest) -> None:
-    """The same, while w1 drains."""
+    """Cuts off the controller while w1 drains."""
     tested.launcher.latest("w1").may_drain.clear()
     draining = asyncio.ensure_future(tested.controller.drain("w1"))
     await tested.state_becomes("w1", "draining")
@@ -70,7 +70,7 @@ async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
 async def test_a_worker_that_a_former_controller_drained_is_replaced_as_soon_as_it_has_drained(
     is_role_wanted: bool,
 ) -> None:
-    """Also if a change of its role had to wait for the drain."""
+    """This also holds if a change of the worker's role had to wait for the drain."""
     launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config(drain_timeout_s=30.0)
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
@@ -108,7 +108,8 @@ async def test_a_worker_that_ended_before_the_controller_restarted_is_not_starte
 async def test_a_restarted_controller_continues_the_role_change_of_its_predecessor(
     error: FleetError | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until it is over, the worker is no decode worker to count on. Who asks again learns the true outcome."""
+    """Until the change is over, the worker does not count as a decode worker. A repeated command returns the
+    true outcome."""
     launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         await first.all_serve(3)

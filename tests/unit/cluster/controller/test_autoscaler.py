@@ -30,7 +30,7 @@ class FakeFleet:
         self.take_time: Callable[[], None] = lambda: None
         self.leaving: tuple[str, ...] = ()
         self.states: dict[str, ReplicaState] = {}
-        """Of replicas that do not serve."""
+        """The states of replicas that do not serve."""
         self.commands: list[tuple[Any, ...]] = []
 
     def replicas_to_scale(self) -> Sequence[ReplicaDescription]:

@@ -63,7 +63,7 @@ async def test_their_successors_are_not_waited_for() -> None:
 async def test_a_worker_that_is_still_starting_there_begins_at_once_elsewhere(
     has_loaded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has not crashed: it waits for no delay, and no crash loop begins."""
+    """The worker has not crashed, so it begins without a delay, and no crash loop begins."""
     may_start = asyncio.Event()
 
     def hold(incarnation: FakeIncarnation) -> None:

@@ -366,7 +366,7 @@ def test_a_spare_worker_is_not_kept_for_a_role_that_has_as_many_as_it_may() -> N
 
 
 def test_few_slow_first_tokens_are_no_time_with_room_to_spare() -> None:
-    """They are no shortage, either."""
+    """Such first tokens are no shortage of prefill workers, either."""
     planner = make_planner(autoscaling_config(prefill=2))
     assert changes(look(planner, fleet(2, 1, slowest_ttft_s=3.0), 0.0, 600.0)) == []
     assert changes(look(planner, fleet(2, 1, slowest_ttft_s=1.5), 605.0, 60.0)) == [

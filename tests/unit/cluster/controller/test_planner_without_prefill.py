@@ -64,7 +64,7 @@ def test_a_fleet_that_may_have_no_prefill_worker_grows_decode_and_says_nothing_o
 
 
 def test_the_last_prefill_worker_stays_while_prompts_wait_at_decode_workers() -> None:
-    """Without it, this wait would be a reason to start it again."""
+    """Without this worker, the wait would be a reason to start it again."""
     config = autoscaling_config(prefill=1, decode=2, min_prefill=0, min_decode=2)
     calm, waiting = decode_workers(), decode_workers(oldest_waiting_s=0.9)
     idle = worker("p0", P)

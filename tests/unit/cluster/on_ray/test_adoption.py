@@ -60,7 +60,8 @@ async def test_a_fleet_is_adopted_if_it_serves_what_the_name_means(
 
 
 class Found:
-    """The handle of a fleet that is found: with or without an owner, or ended, as this call says."""
+    """The handle of a fleet that is found, with or without an owner. `ends_at`: the fleet has ended when this
+    call comes."""
 
     def __init__(
         self, config: BatonConfig, *, owner: str | None = None, ends_at: type[Any] | None = None
@@ -108,7 +109,7 @@ async def test_a_fleet_that_has_ended_is_not_adopted_and_its_controller_is_kille
 async def test_a_fleet_whose_owner_has_begun_to_end_it_since_the_check_is_not_adopted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its owner died in the middle of that, and the fleet may drain for minutes."""
+    """The owner died while it ended the fleet, which may drain for minutes."""
 
     class Ending(Found):
         async def call(self, request: ControlRequest[R]) -> R:
@@ -310,7 +311,7 @@ def test_the_controller_runs_on_the_head(monkeypatch: pytest.MonkeyPatch, has_he
 def test_a_new_fleet_that_nobody_can_own_ends(
     monkeypatch: pytest.MonkeyPatch, problem: Exception, message: str, done: list[str]
 ) -> None:
-    """Else it would keep its devices."""
+    """Otherwise, the fleet would keep its devices."""
     begun = Found(BatonConfig())
     monkeypatch.setattr(begun, "claim", Mock(side_effect=problem))
     monkeypatch.setattr(module, "as_actor", lambda *_, **__: Mock())

@@ -35,14 +35,14 @@ THEIRS = BatonConfig.from_mapping(
 
 
 class Controller:
-    """A fleet of these keys, of which only the configuration is asked for."""
+    """A fleet with these keys; tests only request its configuration."""
 
     def __init__(self, keys: ClusterKeys | None = None) -> None:
         self.keys = keys or derive_keys(None)
 
 
 def source_of(*looks: Controller | ClusterError) -> FleetSource:
-    """A place where these are seen, one look after the other, the last one for ever."""
+    """A place that shows `looks`, one at each look; the last one stays."""
     left = list(looks)
 
     async def find_fleet() -> FoundFleet:
@@ -56,7 +56,7 @@ def source_of(*looks: Controller | ClusterError) -> FleetSource:
 
 @pytest.fixture
 def find(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FoundFleet, str]]:
-    """Looks for a fleet where these are seen; what was found, and what was said."""
+    """Looks for a fleet in such a place. Returns the fleet, and the output."""
 
     def find(*looks: Controller | ClusterError, **sections: Any) -> tuple[FoundFleet, str]:
         monkeypatch.setattr(joining, "_TRY_AGAIN_S", 0.0)

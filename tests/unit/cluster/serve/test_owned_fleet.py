@@ -153,7 +153,7 @@ def test_no_weights_come_of_a_model_that_is_refused(
 def test_a_folder_without_weights_is_refused_before_any_worker_starts(
     is_draft: bool, tmp_path: Path, folder: Path
 ) -> None:
-    """Only workers on this machine need them here."""
+    """Only workers on this machine need the weights here."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     speculation = {"method": "draft_model", "draft_model": str(tmp_path)}
     sections = {
@@ -297,7 +297,7 @@ def test_the_http_port_is_checked_where_the_server_listens() -> None:
 
 
 def test_one_address_of_a_host_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where `localhost` is also ::1, but IPv6 is off."""
+    """For example, `localhost` may also mean ::1, although IPv6 is off."""
     found = [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("203.0.113.77", "127.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     check_ports(GatewayConfig(host="localhost", grpc_port=0))

@@ -290,7 +290,7 @@ def test_each_waits_until_its_deadline_and_no_longer_than_it_may() -> None:
 
 
 def refused_until(queue: QueueUnderTest, end: float, happens: Callable[[float], None]) -> dict[str, float]:
-    """Who runs out of patience, and when. `happens` gets each full second."""
+    """The requests that run out of patience, and when. `happens` gets each full second."""
     refused: dict[str, float] = {}
     for now in range(1, int(end) + 1):
         happens(float(now))
@@ -311,7 +311,7 @@ def test_a_request_waits_on_while_its_place_gets_better() -> None:
 
 
 def test_requests_that_lack_only_a_slot_wait_on_while_long_answers_run_unless_many_overtake_them() -> None:
-    """Without this, requests at once were refused if no answer ended within the patience."""
+    """Without this rule, simultaneous requests were refused if no answer ended within their patience."""
     queue, full = QueueUnderTest(), NoSlot("all slots are taken")
     for number in range(2 * LOOK_AHEAD):  # a sweep does not reach all of them
         queue.join(Request(str(number), refusal=full), 0.0, patience_s=30.0)

@@ -127,7 +127,7 @@ def test_c56_a_worker_that_can_compute_nothing_is_no_evidence() -> None:
 
 
 def test_c56_two_damaged_workers_stop_few_requests_in_turn() -> None:
-    """Each request that meets both before a third worker computes it."""
+    """The workers stop each request that meets both of them before a third worker computes it."""
     suspects = Suspects()
     suspects.finished_on(["w0", "w1", "w2"])
     for number in range(MAX_BLAMED):

@@ -6,7 +6,7 @@ from tests.factories.queue_under_test import OVER_SHARE, QueueUnderTest, Request
 
 
 def test_the_queue_knows_since_when_requests_wait_for_a_prefill_worker() -> None:
-    """That is no wait for room on a decode worker."""
+    """Such requests do not wait for room on a decode worker."""
     queue = QueueUnderTest()
     queue.join(Request("elsewhere", has_worker=False), 0.0)
     assert queue.waiting.oldest_without_prefill_since() is None

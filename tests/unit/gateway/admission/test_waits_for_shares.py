@@ -69,7 +69,7 @@ def test_requests_without_any_decode_worker_wait_for_one_and_a_full_queue_tells_
 def test_c57_a_caller_that_holds_its_share_at_one_decode_worker_gets_another(
     policy: str, key: str | None
 ) -> None:
-    """Each has 8 slots, of which 7 are a share."""
+    """Each decode worker has 8 slots. A share is 7 of them."""
     under_test = UnderTest(slots=8, decodes="de", policy=policy)
     under_test.ask("b")
     under_test.end("b0")

@@ -254,7 +254,7 @@ def test_a_tool_without_a_description_has_none() -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "generic"])
 def test_a_template_that_reads_reasoning_in_a_part_of_the_content_gets_it_there(family: str) -> None:
-    """As that of Magistral does."""
+    """The template of Magistral does this."""
     content = (
         "{% if m.role == 'assistant' and m.content is not string %}{% for part in m.content %}"
         "{% if part['type'] == 'thinking' %}[THINK]{{ part['thinking'] }}[/THINK]"

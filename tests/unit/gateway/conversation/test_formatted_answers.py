@@ -41,7 +41,7 @@ def text_of(value: str) -> str:
 
 
 def assert_text(answer_format: AnswerFormat, before: str, text: str) -> None:
-    """Behind `before`, which is no text, the answer is this text, whole and in any pieces."""
+    """After `before`, which is no text, the answer is this text, whole and in any pieces."""
     answer = f"{before}{text}"
     for pieces in ([answer], [*answer], *([answer[:cut], answer[cut:]] for cut in range(len(answer)))):
         assert merged_events(answer_format, pieces, answer=ANSWER)[-1:] == [(Text, text)]
@@ -85,7 +85,7 @@ def test_calls_instead_of_the_formatted_answer_are_calls(family: str) -> None:
 
 
 def test_a_formatted_answer_that_begins_with_a_mark_is_text_if_it_is_no_call() -> None:
-    """As of a regular expression that lets it."""
+    """A regular expression may allow such an answer."""
     assert_text(
         format_of("hermes"), "", '<tool_call>, which is a mark, <tool_call>{"name": "search"}</tool_call>'
     )

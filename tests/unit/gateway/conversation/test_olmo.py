@@ -75,7 +75,7 @@ def test_many_long_texts_behind_markers_are_not_held_back() -> None:
 
 
 def test_what_only_begins_like_a_call_is_not_read_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text stands behind a call and a marker, and ends after all the others."""
+    """Each text follows a call and a marker, and ends after all the other texts."""
     monkeypatch.setattr(olmo, "MAX_CALL_CHARACTERS", 4_096)
     parser = format_of("olmo").new_parser(ASKED, "")
     assert parser is not None

@@ -273,7 +273,7 @@ TAGGED = {
     ],
 )
 def test_values_without_quotes_become_json_by_what_they_are(family: str, value: str, json_: str) -> None:
-    """Whether or not there is such a tool, and whatever is wrong with its schema."""
+    """This holds whether or not there is such a tool, and whatever is wrong with its schema."""
     end = TAGGED[family].partition("{}")[2].partition(">")[0] + ">"
     call = TAGGED[family].format(value.replace("{end}", end))
     schemas: tuple[dict[str, Any], ...] = (

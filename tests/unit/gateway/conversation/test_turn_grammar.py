@@ -228,7 +228,7 @@ def test_json_that_may_look_like_a_bare_call_is_refused(name: str) -> None:
     ids=["anyOf", "properties", "required", "deep", "too deep to be read"],
 )
 def test_schemas_that_are_none_or_too_deep_break_nothing_beside_calls(source: str) -> None:
-    """Those that remain are told to be wrong when they are compiled, or by how large they are."""
+    """The remaining wrong schemas are refused when they are compiled, or because they are too large."""
     answer = StructuredOutput(GrammarKind.JSON_SCHEMA, source)
     with pytest.raises(InvalidRequest):
         format_of("llama").grammar(ASKED, "", answer)

@@ -83,7 +83,7 @@ SPELLED = (
 @pytest.mark.parametrize("spelled", SPELLED)
 @pytest.mark.parametrize("end", ["", "<|return|>", "<|end|>", "<|call|>"])
 def test_text_that_spells_harmonys_tokens_is_text(tmp_path: Path, spelled: str, end: str) -> None:
-    """In thoughts, arguments and texts, whether JSON or not, and however the tokens come."""
+    """This holds in thoughts, arguments and texts, whether they are JSON or not, and however the tokens arrive."""
     tokenizer = tokenizer_of(tmp_path, HARMONY)
 
     def ids_of(text: str) -> list[int]:
@@ -280,7 +280,7 @@ SYSTEMS = (ChatMessage("system", "Be brief.\n"), *ASKED.messages, ChatMessage("s
 def test_a_system_message_that_a_template_leaves_out_comes_first(
     tmp_path: Path, system: str, expected: list[str]
 ) -> None:
-    """Unless the template leaves it out there, too."""
+    """There is one exception: the template leaves it out there, too."""
     template = "{% for m in messages %}{% if m.role == 'system' %}{}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
     tokenizer = tokenizer_of(tmp_path, template.replace("{}", system))
 

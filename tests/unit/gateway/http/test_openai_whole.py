@@ -229,7 +229,7 @@ def test_no_turn_of_the_event_loop_collects_or_writes_much(
 def test_an_answer_tells_what_stopped_it(
     kind: type[ChatAnswer | CompletionAnswer], finish: Finish, reason: str, stop_reason: str | int | None
 ) -> None:
-    """As vLLM's do, in the field `stop_reason`: whole, and in the last event of a stream."""
+    """As in vLLM, the field `stop_reason` says this, in a whole answer and in the last event of a stream."""
     first, last = (Delta((5,), "a"), Delta((6,), "b", finish=finish))
 
     def writer() -> ChatAnswer | CompletionAnswer:

@@ -65,7 +65,7 @@ def test_what_the_decode_worker_sends_earlier_waits_for_them() -> None:
 
 
 def test_a_lost_prefill_worker_is_needed_until_they_have_come() -> None:
-    """Although the decode worker has answered."""
+    """This holds although the decode worker has answered."""
     dispatcher, placed, _ = begun("p0", "p1", "d0")
     (prefill,) = placed.keys() - {"d0"}
     dispatcher.handle(outputs("d0", placed["d0"], 7), 1.0)

@@ -120,7 +120,8 @@ def test_a_request_that_ends_on_the_prefill_worker_is_complete() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 100])
 def test_a_token_that_ends_the_answer_adds_no_text(at_once: int) -> None:
-    """As in vLLM, whether the client or the model named it. If the length ended the answer, its last token is text."""
+    """As in vLLM, this holds whether the client or the model named the token. If the length ended the answer,
+    its last token is text."""
     end, shown = TOKENS[-1], TEXT.removesuffix("on")
     for chosen, reason, text in (
         ((end,), FinishReason.STOP, shown),

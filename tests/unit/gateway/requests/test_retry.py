@@ -103,7 +103,7 @@ def test_losses_count_apart_and_all_are_bounded() -> None:
     trip = Trip(Fleet("d0"))
     ends = [trip.fail(Cause.LOST, brings=5) for _ in range(MAX_ATTEMPTS)]
     assert ends[:-1] == [None] * (MAX_ATTEMPTS - 1)
-    assert ends[-1] is not None, "it takes everybody with it, if a little later each time"
+    assert ends[-1] is not None, "the request ends every worker, each time at a later token"
 
 
 @pytest.mark.parametrize("cause", [Cause.GIVEN_BACK, Cause.REFUSED])

@@ -129,7 +129,7 @@ def test_steps_that_grow_with_their_requests_are_learned() -> None:
 
 
 def test_c59_a_steps_time_is_that_of_the_requests_which_it_holds() -> None:
-    """With `prefill_first` more may run than decode in a step: here eight at most."""
+    """With `prefill_first`, more requests may run than decode in one step. Here, at most eight decode in one step."""
     router = pair_of()
     for running in (1, 8, 30, 1, 40):
         seconds = 0.01 + 0.001 * min(running, 8)

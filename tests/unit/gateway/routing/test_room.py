@@ -51,7 +51,8 @@ def test_nothing_goes_to_a_decode_worker_without_blocks_for_it() -> None:
 def test_a_few_requests_more_than_a_decode_worker_has_slots_are_sent_to_it(
     num_slots: int, num_fitting: int
 ) -> None:
-    """Those of another gateway count, too. With more, answers would stall after token 0 until a slot is free."""
+    """Requests of another gateway count, too. With more requests, answers would stall after token 0 until a
+    slot is free."""
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     router.on_status(replace(status("d0", running=1), max_num_seqs=num_slots))
     ours = [send(router, ask(3)) for _ in range(num_fitting - 1)]

@@ -53,7 +53,7 @@ def check_same(folder: Path) -> None:
     assert plain is not None
     ours = Tokenizer(folder)
     found, expected = (json.loads(t.backend_tokenizer.to_str()) for t in (plain, theirs))
-    if found["post_processor"] is None:  # then transformers adds one that adds nothing
+    if found["post_processor"] is None:  # transformers then has a post-processor without effect
         expected["post_processor"] = None
     assert found == expected
     for text in TEXTS:

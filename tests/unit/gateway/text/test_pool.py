@@ -173,7 +173,7 @@ async def test_c57_callers_take_turns_by_the_characters_of_their_texts(tmp_path:
 
 
 async def test_c57_a_cancelled_text_keeps_its_thread_until_it_ends(tmp_path: Path) -> None:
-    """Else one caller could have any number of threads at work by leaving again and again."""
+    """Otherwise, one caller could keep any number of threads busy by leaving again and again."""
     own = tokenizer(tmp_path)
     held = HeldTokenizer(own)
 

@@ -21,7 +21,7 @@ RESULTS = tuple(ChatMessage("tool", "found", tool_call_id=call_id) for call_id i
 AGENTS = Conversation((USER, USER, SYSTEM, CALLS, *RESULTS, USER), (SEARCH,))
 """It has eight forms, and each of them once more with a description of its tool."""
 HERMES = "{# <tool_call> #}{% set own = tools %}"
-"""By this, a template knows tools."""
+"""This shows that a template knows tools."""
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NEEDS_DESCRIPTIONS = "{% for tool in tools or [] %}{{ tool.function.description + '.' }}{% endfor %}"
 WANTS_SYSTEM_FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}"
@@ -71,7 +71,7 @@ def test_tools_get_descriptions_beside_other_changes(tmp_path: Path, template: s
 def test_tools_get_descriptions_beside_other_changes_of_which_the_template_says_the_same(
     tmp_path: Path,
 ) -> None:
-    """It has one message for all that it refuses."""
+    """The template has one message for everything that it refuses."""
     wants_descriptions = (
         "{% for tool in tools if tool.function.description is not defined %}"
         "{{ raise_exception('system first') }}{% endfor %}"

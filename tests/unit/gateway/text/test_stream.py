@@ -120,7 +120,7 @@ def test_c58_looking_for_stop_strings_costs_a_few_steps_a_character_however_many
 def test_c58_tokens_without_text_do_not_pile_up_and_change_nothing(
     parts: list[tuple[str, int]], kind: str
 ) -> None:
-    """Such as an end that a client has forbidden the model to stop at."""
+    """For example, a client may have forbidden that an end-of-sequence token ends the answer."""
     tokenizer = TOKENIZERS[kind]
     special = next(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     token_ids = [
@@ -178,7 +178,7 @@ def test_tokens_past_a_stop_string_do_not_count() -> None:
 def test_c10_a_stop_string_that_ends_within_min_tokens_has_no_effect(
     stop: str, min_tokens: int, shown: str, num_counted: int, at_once: int
 ) -> None:
-    """As in vLLM."""
+    """vLLM does the same."""
     tokens, text, counted = ids("abab"), "", 0
     stream = TextStream(TOKENIZER, [stop], min_tokens, True)
     for at in range(0, len(tokens), at_once):

@@ -107,7 +107,7 @@ def test_without_a_prefill_workers_report_the_rest_counts_as_transfer() -> None:
 def test_without_a_gap_around_a_hand_over_its_first_step_counts_no_time(
     second_at: float, first_step_s: float
 ) -> None:
-    """The decode worker may be the first to tell of token 0, in one report with token 1."""
+    """The decode worker may be the first to report token 0, in one report with token 1."""
     times = RequestTimes(0.0, 0.0, LatencyWindow())
     times.begin_attempt(0, PAIR, 1.0)
     times.note_stages("d0", StageTimes(transfer_s=3.0, first_step_s=2.0))

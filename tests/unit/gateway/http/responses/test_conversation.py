@@ -84,7 +84,7 @@ def test_a_call_that_was_cut_off_is_not_shown_to_the_model() -> None:
 
 
 def test_the_result_of_a_call_that_was_cut_off_is_not_shown_either() -> None:
-    """Some agents answer it, with an error about its arguments."""
+    """Some agents answer such a call, with an error about its arguments."""
     cut = call(1, status="incomplete", arguments='{"a')
     items = items_of(USER, call(0), cut, result(0), result(1), call(1), result(1, "5"))
     assert [

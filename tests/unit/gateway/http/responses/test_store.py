@@ -149,7 +149,7 @@ async def test_their_number_is_bounded_in_redis(server: RedisServer, monkeypatch
 
 
 async def test_redis_sums_the_bytes_of_a_caller(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that to keep a response does not read the sizes of all others."""
+    """So storing a response does not read the sizes of all others."""
     monkeypatch.setattr(redis_store, "MAX_RESPONSES", 4)
     chance = random.Random(1)
     async with redis(server) as (one, advance):
@@ -255,7 +255,7 @@ async def test_a_redis_that_never_answers_is_asked_once(monkeypatch: pytest.Monk
 async def test_kept_connections_that_have_died_silently_cost_one_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As behind a firewall that has forgotten them: the two first connections answer one PING each."""
+    """A firewall may have forgotten the connections. Here, the first two connections answer one PING each."""
     monkeypatch.setattr(redis_store, "REDIS_TIMEOUT_S", 0.3)
     writers: list[asyncio.StreamWriter] = []
 
