@@ -248,7 +248,8 @@ def test_make_targets_of_the_documents_exist() -> None:
 
 
 def test_http_clients_of_tests_are_patient() -> None:
-    """Their own default of five seconds says how busy the machine is, not whether the code is right."""
+    """The default timeout of an HTTP client is five seconds. A test that exceeds it shows that the machine is
+    busy, not that the code is wrong."""
     hasty = [
         f"{relative(file)}:{node.lineno}"
         for file in modules("tests")

@@ -44,7 +44,7 @@ def test_a_checkpoint_that_is_quantized_while_loading(
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.by_hand), 2])
 def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
-    """Of several kinds of blocks, resolved like `--model FILE.gguf`."""
+    """The file has several kinds of blocks, and is resolved like `--model FILE.gguf`."""
     gguf = make_gguf(
         tmp_path / "tiny.gguf",
         make_model_dir(tmp_path / "source", attention_bias=True),
@@ -56,7 +56,7 @@ def test_a_gguf_file_as_it_is(tmp_path: Path, num_ranks: int) -> None:
 @pytest.mark.by_hand  # unit tests compare the tokens; a GGUF file takes the same way through workers
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_published_quantized_checkpoint(tmp_path: Path, num_ranks: int) -> None:
-    """Both workers keep its bits."""
+    """Both workers keep the checkpoint's bits."""
     source = make_model_dir(tmp_path / "source", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     quantized, _ = make_quantized(tmp_path, source, KINDS["awq"])
     check(quantized, "auto", num_ranks, kept="awq")

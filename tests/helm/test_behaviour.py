@@ -20,7 +20,7 @@ DRAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("values", [DRAIN, {}], ids=["given", "default"])
 def test_a_worker_has_the_time_that_leaving_takes(values: Object) -> None:
-    """By docs/operations.md; and then there is some left to end the process."""
+    """docs/operations.md describes this time. Some more is left to end the process."""
     release = render(values)
     leaving_s = Patience.of(BatonConfig.from_mapping(release.fleet_config())).whole_drain_s
     (drain,) = {tuple(command) for command in commands_of(release) if command[1] == "drain"}
@@ -87,7 +87,7 @@ def test_without_tls_kubernetes_asks_grpc_itself() -> None:
 
 
 def test_ray_has_probes_of_ours_which_kuberay_leaves_alone() -> None:
-    """Its own ask Ray's dashboard, which is not there."""
+    """KubeRay's own probes ask Ray's dashboard, which does not run here."""
     release = render()
     for component, container in (("head", "ray-head"), ("prefill", "ray-worker"), ("decode", "ray-worker")):
         ray = containers(release.pods()[component])[container]
@@ -163,7 +163,7 @@ def test_gpus_bring_their_limit_and_their_toleration() -> None:
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_compiled_kernels_are_kept_where_the_values_say(role: str, values: Object, source: Object) -> None:
-    """At the same path in every pod: Triton's cache names its files by whole paths."""
+    """The path is the same in every pod: Triton's cache names its files by whole paths."""
     spec = render(values).pods()[role]["spec"]
     (container,) = spec["containers"]
     (path,) = (each["value"] for each in container["env"] if each["name"] == "TRITON_CACHE_DIR")

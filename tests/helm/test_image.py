@@ -40,7 +40,7 @@ def test_every_package_is_in_the_image() -> None:
 
 
 def test_the_lock_pins_what_the_image_installs() -> None:
-    """By the script's own reckoning; what is not pinned would be another version with each build."""
+    """The script itself says what it installs. With each build, what is not pinned could have another version."""
     script = (ROOT / "scripts" / "install_image.sh").read_text()
     (program,) = re.findall(r"python -c '\n(.*?)'\n}", script, re.DOTALL)
     done = subprocess.run(
@@ -61,7 +61,7 @@ def test_nixl_has_the_version_of_its_extra() -> None:
 
 
 def test_the_assembler_is_where_triton_looks_for_it() -> None:
-    """In the environment that the image takes on, beside its python; nothing but the binary."""
+    """Only the binary is installed, beside the python of the environment that the image copies."""
     (path,) = re.findall(r"TRITON_PTXAS_PATH=(\S+)", DOCKERFILE.read_text())
     (environment,) = re.findall(r"^RUN python -m venv (\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
     script = (ROOT / "scripts" / "install_image.sh").read_text()

@@ -263,7 +263,7 @@ def test_another_certificate_is_made_when_another_one_is_asked_for(changes: Obje
 
 
 def test_a_certificate_that_does_not_say_what_it_was_made_of_is_kept() -> None:
-    """By a chart that did not write it down."""
+    """It was made by a chart that did not write this down."""
     before = tls({})
     del before["metadata"]["annotations"]
     after = tls({"extraNames": ["llm.example.com"]}, before)

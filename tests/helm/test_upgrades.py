@@ -84,7 +84,7 @@ def test_immutable_fields_of_kubernetes_objects_stay(changes: dict[str, Any]) ->
 
 
 def test_gateways_roll_without_one_fewer() -> None:
-    """They need no GPU, so there is room for one more."""
+    """Gateways need no GPU, so there is room for one more."""
     strategy = render().one("Deployment")["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxSurge": 1, "maxUnavailable": 0}
 

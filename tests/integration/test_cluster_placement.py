@@ -74,7 +74,7 @@ def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_no
 def test_a_command_that_comes_back_after_its_fleet_has_ended_says_so(
     config: Path, address_of_ray: str
 ) -> None:
-    """As on a laptop that was closed: the fleet lost its owner and ended, so its control server is gone."""
+    """For example, a laptop was closed: the fleet lost its owner and ended, so its control server is gone."""
     config.write_text(config.read_text().replace("600.0", '600.0, "orphan_timeout_s": 15.0'))
     with serving(str(config), "--ray-address", address_of_ray, environment=RAY_ENVIRONMENT) as serve:
         workers = [psutil.Process(worker["pid"]) for worker in serve.wait_ready()["workers"]]

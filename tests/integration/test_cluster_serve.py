@@ -256,8 +256,8 @@ def test_status_is_a_table_for_people(target: str) -> None:
 def test_a_dead_worker_is_replaced_and_ctrl_c_leaves_nothing_behind(
     shared: tuple[ServeProcess, dict[str, Any]], target: str
 ) -> None:
-    """Others take over meanwhile; and what a worker that died had is gone in the end too. The last of those that share
-    a deployment."""
+    """Meanwhile, other workers take over. In the end, nothing is left of the worker that died, either. This
+    is the last test that uses the shared deployment."""
     serve, ready = shared
     pids = {worker["name"]: worker["pid"] for worker in ready["workers"]}
     shared_memory = shared_memory_of(serve.descendants())
@@ -298,7 +298,8 @@ def until_ready(serve: ServeProcess, target: str) -> list[dict[str, Any]]:
 
 
 def test_ctrl_c_while_starting_waits_for_nothing_that_still_loads(model: str, tmp_path: Path) -> None:
-    """On a busy machine a worker's process, and what reads a tokenizer, take half a minute; here they take for ever."""
+    """On a busy machine, a worker's process, and the one that reads a tokenizer, take half a minute to load.
+    Here they take for ever."""
     (tmp_path / "transformers.py").write_text(
         "import sys, time\nprint('transformers loads', file=sys.stderr, flush=True)\n"
         "while True:\n    time.sleep(0.01)\n"

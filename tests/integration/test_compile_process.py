@@ -60,7 +60,7 @@ async def test_a_grammar_that_would_keep_much_memory_is_refused_with_the_limit(f
 async def test_no_hostile_text_keeps_the_next_grammar_from_being_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the bound to depth, so that each text really meets the compiler."""
+    """The check of depth is off, so that each text really meets the compiler."""
     monkeypatch.setattr(module, "check_depth", lambda _: None)
 
     async with grammar_check(folder) as grammars:

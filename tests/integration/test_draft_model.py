@@ -92,7 +92,7 @@ def test_c62_a_draft_model_changes_no_token_of_many_requests_at_once(
 def test_c62_a_draft_model_changes_no_token_of_requests_that_are_handed_over(
     engines: EnginesOf, expected: Answers, speculation: Speculation
 ) -> None:
-    """And it is right as often as without a hand-over."""
+    """The draft model is also right as often as without a hand-over."""
     producer = engines.start("producer", speculation=speculation, **ROOMY)
     consumer = engines.start("consumer", speculation=speculation, **ROOMY)
     alone = engines.start("alone", speculation=speculation, **ROOMY)

@@ -228,7 +228,7 @@ async def raw_get(under_test: GatewayUnderTest, path: str, key: str | None) -> s
 
 
 async def test_only_listed_calls_are_open(folder: Path) -> None:
-    """Of all that the API describes, and of every gRPC method that reflection could name."""
+    """This holds for all calls that the API describes, and for every gRPC method that reflection could name."""
 
     async with (
         gateway_with(folder, {}, {}, api_keys=API_KEYS, credentials=AS_ADMIN) as under_test,
@@ -336,7 +336,7 @@ async def test_no_key_is_ever_logged(folder: Path, caplog: pytest.LogCaptureFixt
 
 
 async def test_workers_reasons_are_for_administrators(folder: Path) -> None:
-    """Others learn which request failed, and the log has the rest."""
+    """Other callers learn which request failed. The log has the rest."""
     inside = "cannot open /srv/weights at tcp://10.0.0.7:4711"
 
     async with gateway_with(

@@ -74,7 +74,8 @@ async def test_a_finished_request_is_in_every_histogram(folder: Path) -> None:
 async def test_c53_by_default_a_prompt_goes_where_it_costs_less_and_clients_and_operators_see_where(
     folder: Path,
 ) -> None:
-    """To an idle decode worker; then, while that one has six requests of another gateway, to both workers."""
+    """It goes to an idle decode worker. Then, while this worker has six requests of another gateway, it goes
+    to both workers."""
     workers = {"p0": answering([5, 6, 7])}, {"d0": answering([5, 6, 7])}
     async with gateway_with(folder, *workers, routing_mode=GatewayConfig().routing_mode) as under_test:
         prompt, sampling = [*range(5, 55)], {"max_tokens": 3}

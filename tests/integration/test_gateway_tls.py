@@ -167,7 +167,8 @@ async def test_files_may_begin_with_a_byte_order_mark(
 async def test_the_authority_of_clients_may_be_an_intermediate_one(
     folder: Path, files: CertificateFiles, tmp_path: Path
 ) -> None:
-    """Its own root need not be in the file. Then a client of another authority below this root has no access."""
+    """The file need not contain the root of this authority. Without the root, clients of another authority
+    below it have no access."""
     names = ("issuing", "sister")
     for name in names:
         authority = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
@@ -194,7 +195,7 @@ async def test_the_authority_of_clients_may_be_an_intermediate_one(
 async def test_renewed_certificates_are_taken_up_without_a_restart(
     folder: Path, files: CertificateFiles, others: CertificateFiles, tmp_path: Path, asks_clients: bool
 ) -> None:
-    """Also the authority of clients' certificates. Connections that there are go on."""
+    """This also holds for the authority of clients' certificates. Open connections go on."""
     copies = CertificateFiles(tmp_path)
 
     def install(source: CertificateFiles) -> None:

@@ -250,7 +250,7 @@ async def test_an_unreachable_collector_costs_nothing(folder: Path) -> None:
 
 
 def test_a_collector_that_does_not_answer_holds_up_no_end() -> None:
-    """It takes connections, and nothing else."""
+    """It accepts connections, and does nothing else."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         tracing = Tracing(f"http://127.0.0.1:{server.getsockname()[1]}", 1.0, "tiny", "g0")
         record = RequestRecord(

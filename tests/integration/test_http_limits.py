@@ -182,7 +182,7 @@ async def test_a_body_that_does_not_arrive_ends_its_request(folder: Path) -> Non
 
 
 async def test_the_bodies_of_one_caller_are_bounded_together(folder: Path) -> None:
-    """Each is within its limit, and none ends. Another caller's requests are served meanwhile."""
+    """Each body is within its limit, and none of them ends. Another caller's requests are served meanwhile."""
     authorization = [b"authorization: Bearer " + key.encode() for key in (ALICE, BOB)]
     part = HEAD + authorization[0] + b"\r\ncontent-length: %d\r\n\r\n" % MIB + b" " * (MIB - 1)
     config: dict[str, Any] = {"api_keys": API_KEYS, "max_message_mib": 1}

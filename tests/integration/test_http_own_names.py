@@ -103,7 +103,7 @@ def test_names_that_could_not_count_are_an_error(config: dict[str, Any]) -> None
 
 
 async def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
-    """And what it may send without leave is refused."""
+    """What a page may send without leave is refused, too."""
 
     async with (
         gateway_with(folder, {}, {}) as under_test,

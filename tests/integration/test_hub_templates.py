@@ -39,7 +39,7 @@ def test_further_chat_templates_come_too(
 def test_a_cache_without_further_chat_templates_serves_the_model_offline(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another program may have filled it."""
+    """Another program may have filled the cache."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     with stub_hub() as hub:
         use_in_this_process(hub, tmp_path / "hf", monkeypatch)

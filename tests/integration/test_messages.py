@@ -60,7 +60,7 @@ async def test_a_whole_message(folder: Path) -> None:
 
 
 async def test_the_packages_tool_runner_goes_on_without_a_thread(folder: Path) -> None:
-    """It first asks the server to keep the conversation."""
+    """The runner first asks the server to keep the conversation."""
     async with anthropic_with(folder, answering(ANSWER), answering(ANSWER)) as (_, client):
         runner = client.beta.messages.tool_runner(
             model="tiny", max_tokens=200, messages=[{"role": "user", "content": "Hello"}], tools=[]

@@ -219,7 +219,8 @@ async def test_c51_a_request_that_kills_its_workers_ends(
 
 
 async def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former_one(folder: Path) -> None:
-    """By its Hello, which counts no command; an abort in no session would be dropped, and yet be counted."""
+    """The new connection's Hello ends it, rather than an abort: outside a session, an abort would be dropped,
+    and yet be counted."""
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
         await w0.next_request()

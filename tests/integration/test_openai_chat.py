@@ -255,7 +255,7 @@ class City(BaseModel):
 
 
 async def test_the_packages_own_helpers_work_too(folder: Path) -> None:
-    """One adds up a stream's chunks, one turns a class into a schema and the answer into its instance."""
+    """One adds up a stream's chunks. The other turns a class into a schema, and the answer into its instance."""
 
     answer = TOKENIZER.encode('{"name": "Paris"}').ids
     stops = partial(outputs_of, token_ids=answer, finish=FinishReason.STOP)
@@ -269,7 +269,7 @@ async def test_the_packages_own_helpers_work_too(folder: Path) -> None:
 
 @pytest.mark.in_order
 async def test_available_parts_of_several_answers_are_sent_together(folder: Path) -> None:
-    """Each as an event of its own; a body's chunk holds all that was written at once."""
+    """Each part is an event of its own. One chunk of the body holds all parts that were written at once."""
 
     async with gateway_with(folder, {}, {"d0": silent}) as under_test:
         d0 = under_test.workers["d0"]

@@ -84,7 +84,7 @@ async def test_an_answer_without_calls_is_as_ever(folder: Path) -> None:
 
 
 async def test_a_stream_joins_to_the_whole_answer(folder: Path) -> None:
-    """By the package's own accumulation, and its parsing of arguments."""
+    """The package accumulates the stream, and parses the arguments."""
     async with model_says(folder, TALKATIVE) as (_, client):
         answer = (await whole(client, extra_body={"request_id": "r"})).choices[0]
         async with client.chat.completions.stream(
@@ -180,7 +180,7 @@ async def test_reasoning_can_be_left_out(folder: Path) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"skip_special_tokens": False}, {"include_reasoning": False}])
 async def test_usage_counts_the_tokens_of_reasoning(folder: Path, extra: dict[str, Any]) -> None:
-    """Of all answers together, whole and streamed, and 0 where the model only answers."""
+    """It counts those of all answers together, whole and streamed, and 0 where the model only answers."""
     expected = len(TOKENIZER.encode("<think>hm, é</think>").ids)
     async with model_says(folder, TALKATIVE) as (under_test, client):
         for n in (1, 3):
@@ -246,7 +246,7 @@ async def test_the_conversation_goes_on_with_the_calls_results(folder: Path) -> 
 
 
 async def test_the_conversation_goes_on_with_what_the_packages_helpers_read(folder: Path) -> None:
-    """They add their readings of the text and of the arguments to the message."""
+    """They add the parsed text and the parsed arguments to the message."""
     async with model_says(folder, CALLS) as (under_test, client):
         asked: Any = {"model": "tiny", "messages": HELLO, "tools": TOOLS}
         async with client.chat.completions.stream(**asked) as stream:
@@ -266,7 +266,7 @@ async def test_the_conversation_goes_on_with_what_the_packages_helpers_read(fold
 
 
 async def test_an_answer_as_litellm_sends_it_back(folder: Path) -> None:
-    """It collects the fields of a message that it does not know."""
+    """LiteLLM puts the fields of a message that it does not know into one field."""
     async with model_says(folder, TALKATIVE) as (_, client):
         message = (await whole(client)).choices[0].message.model_dump()
         fields = {"provider_specific_fields": {"reasoning": message.pop("reasoning")}}
@@ -277,7 +277,7 @@ async def test_an_answer_as_litellm_sends_it_back(folder: Path) -> None:
 
 
 async def test_an_answer_as_the_agents_sdk_for_javascript_sends_it_back(folder: Path) -> None:
-    """Its text is a part, with copies of the message's other fields."""
+    """The text is a part, with copies of the message's other fields."""
     async with model_says(folder, TALKATIVE) as (under_test, client):
         copied = (await whole(client)).choices[0].message.to_dict()
         part = {"type": "text", "text": copied.pop("content")} | copied
@@ -355,7 +355,7 @@ def talkative_with_logprobs(request: EngineRequest) -> list[RequestOutput]:
 
 
 async def test_log_probabilities_are_of_every_token(folder: Path) -> None:
-    """Those of calls and reasoning, too, streamed or not."""
+    """This includes the tokens of calls and reasoning, streamed or not."""
     async with gateway_with(
         folder, {}, {"d0": talkative_with_logprobs}, answer_format=MarkedFormat(), max_model_len=2000
     ) as under_test:

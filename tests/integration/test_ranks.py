@@ -284,7 +284,7 @@ def test_c54_an_idle_rank_reports_again_and_again(tmp_path: Path) -> None:
 
 
 def test_c54_a_rank_that_hangs_in_a_step_is_a_step_of_the_worker_that_does_not_end(tmp_path: Path) -> None:
-    """As a real worker's watch sees it, which then ends the process."""
+    """The watch is that of a real worker, where it then ends the process."""
     with running(tmp_path) as ranks:
         progress, is_hung = Progress("its engine", SystemClock(), HANG_S), threading.Event()
         core = make_core(connector=ranks.connector, pipeline=ranks.pipeline, progress=progress)
@@ -354,7 +354,7 @@ def test_no_rank_outlives_rank_0_nor_does_any_file(tmp_path: Path, what: str) ->
 
 
 def test_a_rank_that_is_still_importing_ignores_the_terminal_and_ends_with_rank_0(tmp_path: Path) -> None:
-    """What it is made of takes seconds to import."""
+    """The modules of a rank take seconds to import."""
     (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport time\ntime.sleep(600)\n")
     ours, theirs = socket.socketpair()
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

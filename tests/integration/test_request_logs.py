@@ -115,7 +115,7 @@ async def test_grpc_takes_the_id_from_metadata_and_answers_it_as_a_trailer(
 
 @pytest.mark.parametrize("api", ["http", "grpc"])
 async def test_an_id_in_a_header_may_repeat_while_the_first_request_runs(folder: Path, api: str) -> None:
-    """As with a proxy that tries again. The longest that could stand in a log, so that nothing cuts it."""
+    """A proxy that tries again repeats the id. Here it is the longest id that fits in a log, so nothing cuts it."""
     offered = "retried" + "x" * 121
 
     async def by_grpc(under_test: GatewayUnderTest) -> str:

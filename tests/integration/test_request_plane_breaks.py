@@ -167,7 +167,7 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
 
 
 async def test_a_worker_is_not_silent_while_its_outputs_wait_for_a_turn(folder: Path) -> None:
-    """Its heartbeats wait behind them."""
+    """The worker's heartbeats wait behind its outputs."""
     network = NETWORK.model_copy(update={"peer_timeout_s": 1.0})
     async with gateway_with(folder, {}, {"d0": answering(ANSWER)}, network=network) as under_test:
         [client] = under_test.gateway.workers.clients

@@ -94,7 +94,7 @@ async def test_a_hostile_body_is_one_error_and_no_pause(folder: Path, name: str)
 
 
 async def test_as_many_tools_as_are_allowed(folder: Path) -> None:
-    """Their prompt is too long for this model, which is said as of any prompt."""
+    """Their prompt is too long for this model. The answer says so, as for any prompt."""
     tools = [TOOL | {"name": f"f{n}"} for n in range(1024)]
     async with gateway_with(folder, {}, {"d0": SAYS}) as under_test:
         answer, longest = await longest_pause(under_test, post(under_test, {"input": "x", "tools": tools}))

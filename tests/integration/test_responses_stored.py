@@ -121,7 +121,7 @@ async def test_other_paths_of_the_api_are_no_stored_responses(folder: Path) -> N
 
 
 async def test_nobody_gets_anything_of_another_callers_responses(folder: Path) -> None:
-    """Neither by guessing ids nor by what errors say."""
+    """Neither guessed ids nor error messages reveal anything."""
     async with (
         gateway_with(folder, {}, {"d0": says}, api_keys=API_KEYS) as under_test,
         client_of(under_test, ALICE) as alice,
@@ -252,7 +252,7 @@ async def test_gateways_share_what_is_in_redis(folder: Path) -> None:
 
 
 async def test_a_redis_that_is_gone_is_a_503_at_once(folder: Path) -> None:
-    """Before anything is computed; a request that stores nothing is served."""
+    """The error comes before anything is computed. A request that stores nothing is served."""
     with redis_server() as server:
         async with openai_with(folder, says, response_store=server.url) as (under_test, client):
             made = await client.responses.create(model="tiny", input="Hello")

@@ -54,7 +54,7 @@ async def unread_answer(
 
 
 async def test_a_worker_finishes_a_request_that_its_client_does_not_read(folder: Path) -> None:
-    """And what waits comes as one."""
+    """The outputs that wait for the client come as one."""
     async with unread_answer(folder, max_unread_tokens=MAX_UNREAD) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]
         w0.say(request, outputs_of(request, [6, 7], start=1, finish=None))

@@ -146,7 +146,8 @@ def test_c31_a_load_and_a_lease_that_wait_for_each_others_room(
 
 
 def test_c31_a_grammar_that_is_compiled_later_on_one_end() -> None:
-    """One gateway, first come first served, and still two orders."""
+    """There is one gateway, and requests are served in the order of arrival. Still, the two ends have
+    different orders."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"))
     d.add("A", TransferRole.CONSUMER, p, has_grammar=True)
@@ -186,7 +187,7 @@ def test_c31_others_wait_before_and_behind_those_that_wait_for_each_other() -> N
 
 
 def test_c31_two_pairs_that_wait_for_each_other_in_a_ring() -> None:
-    """Each D has room for a prompt that waits on its P, for blocks that hold a prompt for the other D."""
+    """Each D has reserved blocks for a prompt that waits on its P. That P's blocks hold a prompt for the other D."""
     fabric = Fabric("shared_memory")
     p0, p1 = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("p1"))
     d0, d1 = Engine(fabric, fabric.add("d0")), Engine(fabric, fabric.add("d1"))
@@ -213,7 +214,7 @@ def test_c47_all_ranks_of_a_load_are_put_off(num_given: int, num_taken: int) -> 
 
 
 def test_c31_a_consumer_that_is_only_busy_has_nothing_put_off() -> None:
-    """In one order, however little room there is, every load that begins goes through."""
+    """Both ends have one order. So every load that begins goes through, however little room there is."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"))
     for name in "ABCDEF":

@@ -117,7 +117,7 @@ async def test_an_answer_may_be_larger_than_a_request(folder: Path) -> None:
 
 
 async def test_a_message_is_compressed_unless_that_would_take_long(folder: Path) -> None:
-    """In the event loop, that is: there gRPC does it."""
+    """gRPC compresses in the event loop, so this must not take long."""
 
     async with (
         a_gateway(folder) as under_test,

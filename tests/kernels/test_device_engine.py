@@ -322,7 +322,8 @@ def test_c62_drafts_change_no_token_on_a_device(
 def test_c59_classical_schedulers_change_no_token(
     tmp_path: Path, device: torch.device, settings: dict[str, Any]
 ) -> None:
-    """With `prefill_first` three requests run, and the engine's buffers and graphs are for one in a step."""
+    """With `prefill_first`, three requests run, but a step decodes one of them, and the engine's buffers and
+    graphs are for one."""
     path = make_model_dir(tmp_path / "model", **SMALL)
     config = make_config(16, 16, max_num_batched_tokens=20, **settings)
     assert_same(on_device(path, device, config, uses_graphs=True), on_cpu(path, config))
@@ -344,7 +345,7 @@ def test_c52_a_request_that_moves_with_half_its_answer_keeps_its_tokens(
 def test_a_rehearsal_samples_as_many_rows_as_a_step_of_decodes_has(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if a step has room for only one token of each request."""
+    """This also holds if a step has room for only one token of each request."""
     num_rows: list[int] = []
     sample = DeviceSampler.__call__
 

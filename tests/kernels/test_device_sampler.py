@@ -149,7 +149,8 @@ def test_min_tokens_ends_while_the_batch_stays(device: torch.device) -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_c55_rows_that_are_not_finite_are_those_of_the_cpu(wrong: float, device: torch.device) -> None:
-    """In the first chunk and in the last; with every kind of sampling, and a grammar that forbids the wrong token."""
+    """They lie in the first chunk and in the last, with every kind of sampling, and with a grammar that
+    forbids the wrong token."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 2 if math.isnan(wrong) else None},  # NumPy warns of a logarithm of 0
         {"top_k": 5, "top_p": 0.8},

@@ -187,7 +187,7 @@ def test_an_activation_halves_the_outputs(
 
 @pytest.mark.parametrize("num_tokens", [16, 40])
 def test_all_rows_of_one_expert(num_tokens: int, device: torch.device, generator: torch.Generator) -> None:
-    """As in a rehearsal, whose tokens are all the same."""
+    """A rehearsal has such rows, since its tokens are all the same."""
     weight_XOI = torch.randn(6, 32, 32, generator=generator).to(device)
     experts_TK = torch.full((num_tokens, 1), 4, dtype=torch.int32, device=device)
     x_TI = torch.randn(num_tokens, 32, generator=generator).to(device)
@@ -288,7 +288,7 @@ def test_weights_are_asked_for_in_the_order_in_which_they_are_read_ahead(tmp_pat
 def test_a_mixture_in_8_bits_is_one_of_rounded_matrices(
     device: torch.device, generator: torch.Generator
 ) -> None:
-    """Its router is not rounded."""
+    """The mixture's router is not rounded."""
     mixture = Mixture(num_experts=4, num_chosen=2, intermediate_size=48, is_normalized=True)
     router_XE = torch.randn(4, 32, generator=generator).to(F16).to(device)
     shapes = ((48, 32), (48, 32), (32, 48))

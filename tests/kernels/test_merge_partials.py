@@ -11,7 +11,8 @@ NUM_HEADS, HEAD_DIM = 3, 24
 def test_is_the_average_by_weights_in_the_rows_that_are_named(
     device: torch.device, generator: torch.Generator
 ) -> None:
-    """One part, a few with a stride, more than are read at once; one of them saw no key at all."""
+    """One result has one part, one has a few parts with a stride, and one has more parts than are read at
+    once. One part saw no key at all."""
     num_rows = 3 * BLOCK_PARTS
     partial_PQD = torch.randn(num_rows, NUM_HEADS, HEAD_DIM, generator=generator).to(device)
     weight_PQ = (8 * torch.randn(num_rows, NUM_HEADS, generator=generator)).to(device)

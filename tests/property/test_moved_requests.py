@@ -94,7 +94,8 @@ def assert_goes_on(spec: Spec, cut: int, answer: Answer) -> None:
 
 
 def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -> None:
-    """To one engine alone, or to a pair; with a prefix cache that knows it all (no salt), or nothing."""
+    """It moves to one engine alone, or to a pair. The prefix cache there knows the whole prompt (without a
+    salt), or nothing."""
     first = engines.start("first")
     alone, p, d = engines.start("alone", async_scheduling=False), engines.start("p"), engines.start("d")
     num_moves = 0

@@ -141,7 +141,7 @@ def test_c56_several_that_break_their_steps_end_and_the_device_goes_on(
 
 
 def test_c56_requests_that_come_one_after_another_to_an_idle_device_do_not_end_it() -> None:
-    """One that its gateway sends to its only worker three times, twice over."""
+    """For example, a gateway sends each of two requests to its only worker three times."""
     names = [f"r{i}" for i in range(6)]
     core = make_core(StepHook(Breaks(dict.fromkeys(names, 0))))
     for name in names:

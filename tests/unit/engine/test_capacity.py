@@ -187,7 +187,7 @@ def test_a_gpus_chunk_is_as_small_as_keeps_it_busy_but_decodes_all_fit(
 def test_a_chunk_that_is_pinned_or_means_nothing_is_not_chosen(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Also where memory is measured, as here. To set the default is to set it."""
+    """This also holds where memory is measured, as here. A key that is set to its default counts as set."""
     wanted: list[bool] = []
 
     def measured(*_: object, wants_chunk: bool) -> SimpleNamespace:

@@ -44,7 +44,7 @@ collectives.close()
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_rank_without_peers_fails_in_time() -> None:
-    """In a process of its own: torch counts its attempts, and ranks that meet must have made equally many."""
+    """The rank has a process of its own: torch counts its attempts, and ranks that meet must have made equally many."""
     command = [sys.executable, "-m", "tests.factories.code", LONELY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -181,7 +181,8 @@ def test_latents_too_long_for_a_gpu_are_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize("name", ["fp8 by block", "fp8 by channel", "awq", "int8 by channel"])
 def test_latents_are_projected_by_numbers(tmp_path: Path, name: str) -> None:
-    """Of the matrix from latents to heads, in any case; as of DeepSeek-V3, which is published in blocks of fp8."""
+    """The matrix from latents to heads always becomes numbers. For example, DeepSeek-V3 is published in
+    blocks of fp8."""
     latents = {
         **CASES["deepseek v3"].overrides,
         "kv_lora_rank": 128,

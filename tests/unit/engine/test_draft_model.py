@@ -206,7 +206,8 @@ def test_a_first_token_never_waits_for_drafts(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("block_size", [4, 128])
 def test_a_pool_of_its_own_catches_up_in_parts(model: LoadedModel, block_size: int) -> None:
-    """As after a hand-over: a long prompt's tokens are computed beside several steps, and then every draft is right."""
+    """For example, after a hand-over a long prompt's tokens are computed beside several steps. Then every
+    draft is right."""
     driver = DraftingDriver(
         model, drafter_of(model, model.architecture.num_layers, shares_kv=False), block_size
     )

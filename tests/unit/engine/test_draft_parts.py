@@ -62,7 +62,7 @@ def test_a_model_that_is_not_there_is_named(model: LoadedModel, pair: tuple[Path
 
 
 def test_models_with_windows_are_refused(pair: tuple[Path, Path], model: LoadedModel, tmp_path: Path) -> None:
-    """They give back KV that a draft model would read."""
+    """These models give back KV that a draft model would read."""
     windowed = make_model_dir(tmp_path / "windowed", "mistral", sliding_window=7, vocab_size=300)
     with pytest.raises(
         ConfigError, match=r"speculation.method: got 'draft_model', but the served model has sliding"

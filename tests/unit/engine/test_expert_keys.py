@@ -71,7 +71,7 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
 
 
 def test_a_sparse_config_gets_the_experts_of_its_family(tmp_path: Path) -> None:
-    """As transformers takes them."""
+    """transformers takes the same experts."""
     qwen, mixtral = (
         read_config(tmp_path, family).mixtures[0] for family in (Family.QWEN3_MOE, Family.MIXTRAL)
     )

@@ -118,7 +118,7 @@ def test_every_expert_is_on_one_rank(num_experts: int, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_are_those_of_one_rank(folder_of: Callable[[str], Path], form: str) -> None:
-    """As numbers, from every form of a checkpoint."""
+    """This holds for every form of a checkpoint, if its weights become numbers."""
     check_tokens(folder_of(form), quantization="none")
 
 
@@ -156,7 +156,8 @@ def test_ranks_need_not_divide_an_expert(tmp_path: Path, num_ranks: int) -> None
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_reads_only_its_experts(folder_of: Callable[[str], Path], form: str, streams: bool) -> None:
-    """By mapped files, and as a GPU reads them. All ranks together read each expert once, to the byte."""
+    """This holds if files are mapped, and if they are streamed as for a GPU. All ranks together read each
+    expert once, to the byte."""
     path = folder_of(form)
     architecture = read_architecture(path)
     mixture = architecture.mixtures[-1]
@@ -207,7 +208,7 @@ def bytes_read(path: Path, takes: list[Take], *, streams: bool) -> int:
 
 @pytest.mark.parametrize("form", ["a tensor for each matrix", "one tensor for all experts", "awq"])
 def test_tensors_of_no_rank_are_still_named(tmp_path: Path, form: str) -> None:
-    """And a missing one, by the rank that needs it."""
+    """A missing tensor is named, too, by the rank that needs it."""
     path = FORMS[form](tmp_path)
     tensors = load_file(path / "model.safetensors")
     if form == "one tensor for all experts":

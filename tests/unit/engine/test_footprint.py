@@ -87,7 +87,7 @@ def test_layers_with_a_window_have_blocks_of_their_own(tmp_path: Path, sections:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_rank_has_all_latents(tmp_path: Path, num_ranks: int) -> None:
-    """So that more ranks make room for no more tokens."""
+    """So more ranks make no room for more tokens."""
     case = CASES["deepseek v3"]
     folder = make_model_dir(tmp_path / "m", case.architecture, **case.overrides)
     config = config_of(engine={"kv_cache_memory_mib": 3, "tensor_parallel": num_ranks})
@@ -253,7 +253,7 @@ def test_a_quantized_checkpoints_parameters_are_those_of_its_numbers(
 def test_8_bit_floats_stay_where_every_gpu_multiplies_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, bits: float
 ) -> None:
-    """Without a GPU here the workers' GPUs are taken to be able to."""
+    """If there is no GPU here, the estimate assumes that the workers' GPUs multiply them."""
     source = make_model_dir(tmp_path / "m", hidden_size=128, intermediate_size=256, dtype="bfloat16")
     quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by channel"], lambda _: False)
     driver(tmp_path, monkeypatch, f"[ $1 = --query-gpu=compute_cap ] && echo '{capability}' || echo 81920")

@@ -162,7 +162,7 @@ def test_gpus_without_8_bit_floats_refuse_them_by_the_key(
     key: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their kernels would not compile, after the weights have been loaded."""
+    """Otherwise their kernels would fail to compile, after the weights have been loaded."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     config = ModelConfig(quantization=quantization)
     check_fp8(config, kv_cache_dtype, torch.device("cpu"))

@@ -14,7 +14,8 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8, "Q4_K": 4, "Q5_K"
 
 @pytest.mark.parametrize("kind", GgufType, ids=lambda kind: kind.name)
 def test_numbers_equal_the_gguf_packages(kind: GgufType) -> None:
-    """On random bytes, so scales of every sign and size occur. Where one is infinite or NaN, so is the number."""
+    """The bytes are random, so scales of every sign and size occur. Where a scale is infinite or NaN, so is
+    the number."""
     generator = np.random.default_rng(7)
     num_columns = 768
     row_bytes = num_columns // kind.block_size * kind.block_bytes

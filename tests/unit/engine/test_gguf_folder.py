@@ -135,7 +135,8 @@ def test_every_kind_of_end_ends_an_answer(tmp_path: Path, source: Path) -> None:
 def test_ends_that_chat_templates_write_end_an_answer_though_no_key_names_them(
     tmp_path: Path, source: Path
 ) -> None:
-    """As in llama.cpp: many files name only the end of a text, and their templates end each turn with another token."""
+    """llama.cpp does the same: many files name only the end of a text, and their templates end each turn with
+    another token."""
     tokens = [f"token {token_id}" for token_id in range(300)]
     tokens[9], tokens[11], tokens[5], tokens[6] = "<|im_end|>", "<|eom_id|>", "<|endoftext|>", "<|im_end|> "
     keys: dict[str, Any] = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__merges": [""]}

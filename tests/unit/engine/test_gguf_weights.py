@@ -70,7 +70,7 @@ def expected_tokens(folder: Path) -> list[int]:
     ids=str,
 )
 def test_architectures(tmp_path: Path, architecture: str, overrides: dict[str, Any]) -> None:
-    """With F32 numbers, also the model that the file was made from."""
+    """The file has F32 numbers, so the tokens are also those of the model that the file was made from."""
     folder = make_folder(tmp_path, architecture, **overrides)
     assert tokens(load_on_cpu(folder)) == tokens(load_on_cpu(tmp_path / "source")) == expected_tokens(folder)
 

@@ -103,7 +103,8 @@ def test_answers_are_those_of_scaling_in_torch(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_cache_holds_quotients(tmp_path: Path, dtype: str) -> None:
-    """Of the first layer, which no attention came before. In 16 bits a quotient is rounded once more before."""
+    """The test compares the first layer, since no attention came before it. In 16 bits, a quotient is first
+    rounded once more."""
     folder = make_model_dir(tmp_path)
     rows: list[torch.Tensor] = []
     caches: tuple[KVCacheDtype, KVCacheDtype] = ("auto", "fp8")
@@ -235,7 +236,7 @@ def test_static_is_a_name_of_one_scale_for_each_layer(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_may_have_scales_for_kv_alone(tmp_path: Path) -> None:
-    """As llm-compressor writes it if only KV was calibrated."""
+    """llm-compressor writes such a checkpoint if only KV was calibrated."""
     folder, plain = make_model_dir(tmp_path / "scheme"), make_model_dir(tmp_path / "plain")
     for each in (folder, plain):
         add_scales(each)

@@ -161,7 +161,7 @@ def test_a_mixture_is_what_its_experts_compute(
 
 @pytest.mark.parametrize("make_backend", [TorchBackend, native])
 def test_a_mixture_with_biases_and_a_clamped_gate(make_backend: Any) -> None:
-    """As gpt-oss has it: a bias for each product, and gates and ups that reach the limit."""
+    """gpt-oss has such mixtures: each product has a bias, and gates and ups reach the limit."""
     router_XE, experts = random_experts(torch.float32)
     generator = torch.Generator().manual_seed(4)
     router_bias_X = torch.randn(MIXTURE.num_experts, generator=generator)
@@ -206,7 +206,7 @@ def test_gates_and_ups_of_different_kinds(is_mixed_here: bool) -> None:
 @pytest.mark.parametrize("kept", ["numbers", "groups", "fp8"])
 @pytest.mark.parametrize("make_backend", [TorchBackend, native])
 def test_ranks_with_whole_experts_sum_up_to_the_mixture(make_backend: Any, kept: str, num_ranks: int) -> None:
-    """Of 7 experts; rows that take none of a rank's experts are 0 there."""
+    """There are 7 experts. If a row takes none of a rank's experts, it is 0 on this rank."""
     backend = make_backend()
     router_XE, experts = random_experts(torch.float32, 8 if kept == "groups" else None)
     linear = backend.fp8_linear if kept == "fp8" else backend.linear
@@ -261,7 +261,7 @@ def test_a_row_alone_is_the_row_among_others_to_the_bit(dtype: torch.dtype, bits
 
 
 def test_an_expert_without_rows_multiplies_nothing() -> None:
-    """And one with rows multiplies only those."""
+    """An expert with rows multiplies only these."""
     router_XE, experts = random_experts(torch.float32)
     rows: list[tuple[int, int]] = []
 
@@ -305,7 +305,7 @@ def test_routing(is_normalized: bool) -> None:
 def test_a_request_keeps_its_numbers_whatever_runs_beside_it(
     tmp_path: Path, architecture: str, quantization: str
 ) -> None:
-    """So that a prompt that is computed again, elsewhere, after its worker was killed goes on as before."""
+    """So after its worker was killed, a request whose prompt is computed again elsewhere goes on as before."""
     path = make_model_dir(tmp_path / "model", architecture, **EXPERTS[architecture])
     config = ModelConfig.model_validate({"dtype": "float32", "quantization": quantization})
     model = load_model(config, path, CPU)

@@ -59,7 +59,7 @@ def test_model_type_serves_where_architectures_is_absent(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
 def test_qwen_has_32_kv_heads_unless_it_says_otherwise(tmp_path: Path, model_type: str) -> None:
-    """As in transformers: a missing key means 32, and null means as many as heads."""
+    """transformers does the same: a missing key means 32, and null means as many as heads."""
     values = {
         **LLAMA,
         "architectures": None,

@@ -80,7 +80,7 @@ def test_another_choice_is_refused_with_what_there_is(
     ],
 )
 def test_a_quantization_is_the_whole_name_if_there_is_one(files: list[str], wanted: str, path: str) -> None:
-    """As in llama.cpp. Many repositories have both Q6_K and Q6_K_L."""
+    """llama.cpp does the same. Many repositories have both Q6_K and Q6_K_L."""
     assert gguf_file(files, wanted, "a/b") == path
 
 

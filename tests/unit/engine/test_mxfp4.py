@@ -82,7 +82,7 @@ def test_experts_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
 
 
 def test_numbers_are_those_of_transformers(folders: tuple[Path, Path]) -> None:
-    """To the bit; also in 3 ranks' parts, which cut blocks, and streamed."""
+    """They are equal to the bit, also in the parts of 3 ranks, which cut blocks, and if they are streamed."""
     quantized, numbers = folders
     stored = load_file(numbers / "model.safetensors")
     with weights_of(quantized) as weights:
@@ -139,7 +139,7 @@ def test_tokens_are_those_of_the_numbers_alone_and_with_ranks(folders: tuple[Pat
 def test_on_a_cpu_experts_are_multiplied_in_4_bits(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also beside matrices that are rounded while they are loaded."""
+    """This also holds if other matrices are rounded while they are loaded."""
     quantized, numbers = folders
     caplog.set_level(logging.INFO)
     model, plain = load_on_cpu(quantized), load_on_cpu(numbers)

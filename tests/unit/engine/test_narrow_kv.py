@@ -42,7 +42,7 @@ def fingerprint(model: LoadedModel) -> KVFingerprint:
 def test_the_pool_holds_rounded_keys_and_values(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kv_cache_dtype: str, kernels: Kernels
 ) -> None:
-    """Those of the first layer, which no attention came before, are the plain cache's, rounded."""
+    """In the first layer, which no attention came before, they are those of the plain cache, rounded."""
     take(kernels, monkeypatch)
     rows = []
     for kv in (kv_cache_dtype, "auto"):

@@ -109,7 +109,7 @@ def test_a_pool_of_8_bit_floats(dtype: torch.dtype) -> None:
     ("num_heads", "rank", "rotated"), [(16, 512, 64), (4, 24, 8), (3, 60, 4), (96, 32, 16)]
 )
 def test_heads_that_share_a_latent(dtype: torch.dtype, num_heads: int, rank: int, rotated: int) -> None:
-    """What is rotated is not a value, and nothing is asked of its part of the result."""
+    """The rotated part is no value, so its part of the result may be anything."""
     layout = make_latents(MIXED, num_heads, rank, rotated, dtype)
     for layer in range(2):
         out, pool = layout.native_out(layer)
@@ -158,7 +158,8 @@ def test_heads_are_normed_before_the_rotation() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 128])
 def test_sinks_take_weight_and_have_no_value(dtype: torch.dtype, window: int | None) -> None:
-    """Of one head all weight, of one none; also where a context is cut among threads, which changes no bit."""
+    """The sink of one head takes all weight, that of another one none. Threads may share a context, which
+    changes no bit."""
     layout = make_layout([(2500, 1), *MIXED], Heads(6, 2, 64), dtype, windows=(window, None))
     sinks_Q = torch.tensor([300.0, -300.0, -2.0, 0.0, 1.5, 6.0])
     out_TX, _ = layout.native_out(0, sinks_Q=sinks_Q)

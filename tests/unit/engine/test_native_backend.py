@@ -58,7 +58,7 @@ def test_norms_that_are_added(
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
 ) -> None:
-    """And weights in float32, beside which activations may have 16 bits."""
+    """Weights may be in float32, while activations have 16 bits."""
     x, residual = (torch.randn(num_tokens, width).to(dtype) for _ in range(2))
     weight = torch.rand(width).add(1.0).to(weight_dtype or dtype)
     ours, theirs = residual.clone(), residual.clone()
@@ -124,7 +124,7 @@ def test_every_value_of_16_bits_is_read_and_written_as_it_is(
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_are_rounded_as_torch_rounds(backend: NativeBackend, dtype: torch.dtype) -> None:
-    """Also to subnormal numbers, to infinity, and halfway between two numbers."""
+    """Sums also round to subnormal numbers, to infinity, and from halfway between two numbers."""
     exponents = torch.arange(-26, 17, dtype=torch.float32).unsqueeze(1)
     x = ((1 + torch.arange(4096) / 2048) * 2**exponents).to(dtype)
     branch = (x.float() * torch.linspace(-1e-3, 2, x.shape[1])).to(dtype)

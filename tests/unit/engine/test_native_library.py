@@ -232,7 +232,8 @@ def test_a_processor_without_the_least_instructions_is_told_what_it_lacks(
 
 
 def test_instruction_sets_need_all_that_their_flags_allow() -> None:
-    """As `gcc -march=... -Q --help=target` lists them, in the names of /proc/cpuinfo; abm is lzcnt."""
+    """`gcc -march=... -Q --help=target` lists the instructions. Here they have the names of /proc/cpuinfo,
+    where lzcnt is abm."""
     v3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
     for instructions in INSTRUCTION_SETS:
         if instructions.machine == "x86_64":

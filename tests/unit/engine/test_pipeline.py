@@ -103,7 +103,7 @@ def test_an_asynchronous_device_gets_its_commands_before_anything_waits() -> Non
 
 @pytest.mark.parametrize("make", [StreamPipeline, ThreadedPipeline])
 def test_a_closed_pipeline_lets_go_of_the_device(make: Any) -> None:
-    """Its CUDA graphs must be freed before NCCL can end."""
+    """The device's CUDA graphs must be freed before NCCL can end."""
     runner = FakeAsyncDevice()
     is_held = weakref.ref(runner)
     pipeline: Pipeline = make(runner)

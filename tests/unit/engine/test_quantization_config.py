@@ -200,7 +200,7 @@ def test_compression_config_is_the_older_name_of_compressed_tensors() -> None:
 
 
 def test_keys_of_published_checkpoints_are_known() -> None:
-    """As their makers write them beside those of the other tests."""
+    """Their makers write these keys beside those of the other tests."""
     read(PACKED | {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}, "version": "0.9.4"})
     read(
         FP8 | {"activation_scheme": "static", "modules_to_not_convert": ["lm_head"], "kv_cache_scheme": None}

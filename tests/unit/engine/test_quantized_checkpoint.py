@@ -81,7 +81,7 @@ def test_a_mixtures_experts_and_its_router_are_read(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("name", KINDS)
 def test_numbers_are_equal_whole_and_in_ranks_parts(tmp_path: Path, source: Path, name: str) -> None:
-    """In 3 ranks' parts, which cut groups, blocks and packed integers, too."""
+    """The parts of 3 ranks also cut groups, blocks and packed integers."""
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
     expected = load_file(numbers / "model.safetensors")
     with weights_of(quantized) as weights:
@@ -154,7 +154,7 @@ def test_what_no_cpu_kernel_takes_is_dequantized(tmp_path: Path, source: Path, n
 
 @pytest.mark.parametrize("name", ["fp8 by tensor", "fp8 by channel"])
 def test_8_bit_floats_by_output_stay_as_they_are(tmp_path: Path, source: Path, name: str) -> None:
-    """As on a GPU that multiplies them; here `fp8` asks for it, which rounds nothing again."""
+    """They also stay on a GPU that multiplies them. Here `fp8` asks for this, and rounds nothing again."""
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
     assert tokens(load_on_cpu(quantized, quantization="fp8")) == tokens(load_on_cpu(numbers))
     with weights_of(quantized, keeps=True) as weights:
@@ -184,7 +184,7 @@ def test_a_merged_product_may_have_other_numbers_beside_8_bit_floats(tmp_path: P
 
 @pytest.mark.parametrize("name", ["fp8 by channel", "fp8 by block"])
 def test_an_outline_has_the_kinds_of_the_model(tmp_path: Path, source: Path, name: str) -> None:
-    """From which a GPU's kernels are compiled ahead."""
+    """A GPU's kernels are compiled ahead from this outline."""
     quantized, _ = make_quantized(
         tmp_path, source, KINDS[name], lambda module: module == "lm_head" or "layers.1.self_attn" in module
     )
@@ -226,7 +226,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, source: Path, name: st
 
 @pytest.mark.parametrize("name", ["fp8 by block", "int4, groups of 64, asymmetric", "gptq, 4 bits", "awq"])
 def test_streamed_tensors_are_the_same(tmp_path: Path, source: Path, name: str) -> None:
-    """As on a GPU, where tensors are read ahead in order."""
+    """For a GPU, tensors are streamed: they are read ahead, in order."""
     quantized, numbers = make_quantized(tmp_path, source, KINDS[name])
     expected = load_file(numbers / "model.safetensors")
     with weights_of(quantized, streams=True) as weights:
@@ -350,7 +350,7 @@ def test_biases_of_zero_are_no_biases(tmp_path: Path, source: Path) -> None:
 def test_scales_of_activations_have_no_effect_and_those_of_kv_only_in_8_bits(
     tmp_path: Path, source: Path
 ) -> None:
-    """What they do then: test_kv_scales.py."""
+    """test_kv_scales.py tests what they do in 8 bits."""
     quantized, _ = make_quantized(tmp_path, source, KINDS["fp8 by tensor"])
     expected = tokens(load_on_cpu(quantized))
     set_tensors(quantized, {"model.layers.1.mlp.up_proj.input_scale": torch.tensor(0.1)})

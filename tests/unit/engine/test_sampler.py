@@ -286,7 +286,7 @@ class AllowsFew:
 def test_c55_a_row_that_is_not_finite_is_marked_and_no_other_changes(
     kind: str, value: float, place: int | slice
 ) -> None:
-    """Even where a mask would hide the wrong value."""
+    """The row is marked even where a mask would hide the wrong value."""
     rows = [request(seed=seed, **KINDS[kind]) for seed in range(3)]
     if kind == "grammar":
         for row in rows:

@@ -135,6 +135,6 @@ def test_the_caller_computes_the_items_that_all_guests_have_left(tmp_path: Path)
 
 
 def test_no_more_guests_are_invited_than_there_are_parts_for_them(tmp_path: Path) -> None:
-    """Each would be woken, which takes longer than many products."""
+    """Each guest would be woken, which takes longer than many products."""
     cpu = max(os.sched_getaffinity(0))
     assert output_of(INVITATIONS.replace("HERE", str(cpu)), tmp_path) == "0 0 1 2 3 "

@@ -115,7 +115,7 @@ def test_a_request_that_ended_while_its_step_was_under_way_gets_no_drafts(model:
 def test_a_first_token_with_forced_tokens_behind_it_is_known_to_the_drafter(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets no draft of its own, and those of others must not delay it."""
+    """Its request gets no draft, and the drafts of others must not delay the token."""
     asked: list[tuple[list[str], bool]] = []
 
     class Asked(Drafter):

@@ -200,7 +200,7 @@ def test_the_digest_sees_a_change_of_any_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_loading_does_not_import_pytorchs_compiler(tmp_path: Path) -> None:
-    """It would take every worker a second to start."""
+    """With this import, every worker would take a second longer to start."""
     program = (
         "import sys; from pathlib import Path; import torch\n"
         "from baton.config import ModelConfig; from engine.loading.loader import load_model\n"

@@ -89,7 +89,7 @@ def test_c39_a_consumer_that_came_early_learns_that_the_prompt_is_aborted_and_do
 
 
 def test_a_producer_is_known_as_long_as_any_rank_transfer_comes_from_it() -> None:
-    """Its pool stays open that long."""
+    """The producer's pool stays open that long."""
     wire = Wire()
     for name in ("one", "other"):
         wire.begin_load(make_key(name), 16, name)
@@ -303,7 +303,7 @@ def test_a_hand_over_that_both_ends_gave_up_counts_once() -> None:
 
 
 def test_a_load_that_failed_during_the_prefill_is_a_failed_hand_over_of_the_producer_too() -> None:
-    """Its engine then ends the request, because it is unwanted."""
+    """The producer's engine then ends the request, because it is unwanted."""
     wire = Wire()
     start(wire)
     wire.advance(LOAD_TIMEOUT_S)

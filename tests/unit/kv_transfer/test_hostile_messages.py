@@ -84,7 +84,7 @@ def test_reasons_are_cut_so_that_they_can_be_passed_on() -> None:
 
 
 def test_blocks_come_home_after_an_open_that_could_not_be_refused() -> None:
-    """Its fingerprint, quoted in the refusal, made that too large to be sent, and the rest was lost."""
+    """The refusal quoted the fingerprint, and so was too large to be sent. Then the rest was lost."""
     channel, clock = RecordingChannel(), VirtualClock()
     end = make_end(channel, clock)
     give_a_prompt(end)

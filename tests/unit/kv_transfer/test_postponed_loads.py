@@ -88,7 +88,8 @@ def test_c31_nothing_is_put_off_while_others_compute() -> None:
 
 
 def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
-    """That the producer is stuck, and that the room was given back, and that the prompt is complete."""
+    """Three things are said: that the producer is stuck, that the room was given back, and that the prompt is
+    complete."""
     wire = start_stuck()
     wire.deliver()
     wire.tamper = lambda _frame: []

@@ -69,7 +69,7 @@ def test_c47_a_prompt_arrives_whole_whatever_the_ranks_and_blocks(
 def test_c47_latents_arrive_once_on_every_rank(
     transport: str, on_device: bool, num_producers: int, num_consumers: int
 ) -> None:
-    """Of a producer with more ranks, some send nothing; their blocks are free like the others'."""
+    """If the producer has more ranks, some send nothing. Their blocks become free like those of the others."""
     fabric = Fabric(transport, on_device=on_device)
     prefill = fabric.add("p0", num_producers, fingerprint=LATENTS)
     decode = fabric.add("d0", num_consumers, 32, fingerprint=LATENTS)
@@ -194,7 +194,7 @@ def test_c43_workers_that_cannot_exchange_kv_say_so_and_hold_nothing(
 
 
 def test_c34_a_rank_that_is_gone_is_missed_while_the_others_talk_on() -> None:
-    """As when a prefill worker loses a rank: the engine ends, and rank 0's transfer thread goes on."""
+    """For example, a prefill worker loses a rank: the engine ends, and rank 0's transfer thread goes on."""
     fabric = Fabric("zmq_tcp")
     prefill, decode = fabric.add("p0", 2), fabric.add("d0", 1)
     begin(fabric, prefill, decode, NUM_TOKENS)

@@ -58,7 +58,8 @@ def test_c55_only_the_requests_concerned_end_and_bystanders_tokens_stay() -> Non
 
 @pytest.mark.parametrize("budget", [1024, 16])
 def test_c55_the_prefix_cache_keeps_nothing_of_it(budget: int) -> None:
-    """Neither of its last step nor of earlier ones, which sampled nothing and so could not be checked."""
+    """It keeps no blocks of the last step, and none of earlier steps, which sampled nothing and so could not
+    be checked."""
     scheduler, runner = make_scheduler(max_num_batched_tokens=budget), WrongFor("wrong")
     scheduler.add_request(make_request(prompt=PROMPT, request_id="wrong"))
     run_to_end(scheduler, runner)

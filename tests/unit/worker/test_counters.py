@@ -31,7 +31,7 @@ def test_prompts_are_counted_by_the_scheduler_and_rank_transfers_by_the_connecto
 
 
 def test_outputs_say_what_became_of_their_requests_drafts() -> None:
-    """As often as the worker counts it: also where a right draft is the last token of the answer."""
+    """The outputs agree with the worker's counts, even if a right draft is the last token of the answer."""
 
     def half_right(request_id: str, position: int) -> tuple[int, ...]:
         return (token_at(request_id, position), 7) if request_id == "drafted" else ()

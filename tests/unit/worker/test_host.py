@@ -151,7 +151,7 @@ def test_a_host_says_what_its_ranks_have_handed_over_even_while_it_is_idle(
 def test_a_host_that_fails_while_it_begins_leaves_no_port_open_and_no_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type
 ) -> None:
-    """Before its loop was started, and after."""
+    """It fails before its loop was started, or after."""
     config = BatonConfig.from_mapping(
         {"model": {"dtype": "float32", "load_format": "dummy"}, "scheduler": {"num_blocks": 20}}
     )

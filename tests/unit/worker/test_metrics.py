@@ -204,7 +204,7 @@ class ShortOfFiles(socket.socket):
 def test_where_files_run_out_metrics_are_read_again_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It once ended the thread without a word."""
+    """A lack of files once ended the thread, and nothing said so."""
     monkeypatch.setattr("worker.metrics_server.PAUSE_S", 0.01)
     listener = ShortOfFiles()
     listener.bind(("127.0.0.1", 0))

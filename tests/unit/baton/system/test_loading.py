@@ -74,7 +74,7 @@ def test_an_interruption_within_a_destructor_is_not_reported(monkeypatch: pytest
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_an_interrupt_beside_the_beginning_leaves_no_thread(has_begun: bool) -> None:
-    """As `baton serve` begins it: the exit is registered before there is a thread."""
+    """Like `baton serve`, the test registers the exit before there is a thread."""
 
     def begin_and_be_interrupted() -> None:
         with ExitStack() as stack:

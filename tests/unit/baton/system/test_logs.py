@@ -89,7 +89,7 @@ def test_less_than_the_level_is_not_written() -> None:
 
 
 def test_fields_that_a_library_adds_to_every_record_are_left_out() -> None:
-    """As Ray does, once it is imported."""
+    """For example, Ray adds fields once it is imported."""
     former = logging.getLogRecordFactory()
 
     def adding(*arguments: Any, **named: Any) -> logging.LogRecord:

@@ -36,7 +36,7 @@ def test_a_clock_that_runs_backwards_loses_nothing() -> None:
 
 @given(st.lists(st.integers(0, 80), min_size=1))
 def test_running_time_never_runs_backwards_nor_faster_than_time(gaps: list[int]) -> None:
-    """In eighths of a second, so that sums are exact."""
+    """Gaps are whole eighths of a second, so that sums are exact."""
     standstill, now = Standstill(PACE_S), 0.0
     before = standstill.running(now)
     for gap in gaps:

@@ -115,7 +115,7 @@ def test_the_type_of_kv_is_left_to_the_fleet_with_the_models_type() -> None:
 
 
 def test_a_draft_models_commit_may_differ() -> None:
-    """It changes no token."""
+    """The commit changes no token."""
 
     def config_of(draft_model: str) -> BatonConfig:
         return BatonConfig.from_mapping(

@@ -208,7 +208,7 @@ def test_the_fleet_is_scaled_once_for_each_change() -> None:
 
 
 def test_an_adopted_fleet_gets_all_counts_whatever_it_began_with() -> None:
-    """It may have grown or shrunk since."""
+    """The fleet may have grown or shrunk since."""
     fleet, scaled = Fleet(), Fleet()
     asyncio.run(scale_to(config(1, 2), None, fleet))
     assert fleet.commands == [(WorkerRole.PREFILL, 1), (WorkerRole.DECODE, 2)]

@@ -45,7 +45,7 @@ async def test_a_restarted_controller_continues_the_drain_of_its_predecessor() -
 async def test_a_worker_that_a_former_controllers_rollout_drained_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It refuses requests for good, and the rollout ended with its controller."""
+    """The worker refuses requests for good, and the rollout ended with its controller."""
     launcher, store, config = FakeLauncher(), InMemoryStore(), fleet_config()
     async with fleet(config, launcher, store) as first:
         before = await first.all_serve(3)
@@ -272,7 +272,7 @@ async def test_after_a_role_change_and_not_before_a_worker_counts_at_once() -> N
 
 @in_virtual_time
 async def test_a_worker_that_drains_for_a_former_controller_is_replaced_after_the_time_for_a_drain() -> None:
-    """Before that, it may also be changing its role."""
+    """Before this time is over, the worker may also be changing its role."""
     async with fleet(fleet_config(), FakeLauncher()) as tested:
         before = await tested.all_serve(3)
         worker = tested.launcher.latest("w1")

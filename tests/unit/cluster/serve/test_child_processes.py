@@ -42,7 +42,7 @@ class NoPort(Exception):
 async def test_a_gateway_that_does_not_start_is_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its first port may be open already."""
+    """The gateway's first port may be open already."""
     worker = Mock(wait_until_ready=lambda: None, stop=lambda: 0)
     gateway = Mock(start=AsyncMock(side_effect=NoPort), stop=AsyncMock())
     monkeypatch.setattr(module, "WorkerProcess", lambda *_, **__: worker)

@@ -114,7 +114,7 @@ def test_a_call_without_content_has_no_arguments_and_a_cut_one_those_so_far() ->
 
 
 def test_an_answer_that_ends_anywhere_shows_no_part_of_a_head() -> None:
-    """However many messages it has, and in any pieces."""
+    """This holds however many messages the answer has, and in whatever pieces it comes."""
     answer = f"{THOUGHT}{CALL}<|end|>{AGAIN}{SEARCH_CALL}"
     for end in range(len("<|channel|>"), len(answer) + 1):
         parts = parts_of(FORMAT, [answer[:end]])

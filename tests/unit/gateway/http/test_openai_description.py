@@ -1,4 +1,4 @@
-"""What is said of OpenAI's API, to programs and to people, is what there is."""
+"""The descriptions of OpenAI's API, for programs and for people, are true."""
 
 import json
 import re
@@ -26,7 +26,8 @@ def test_the_page_tells_of_every_field(body: type[Body]) -> None:
 
 
 def test_the_page_tells_what_becomes_of_every_field_of_openais_chats() -> None:
-    """As the `openai` package knows them, so that a new one is noticed; what the page calls refused is refused."""
+    """The fields are those of the `openai` package, so that a new one is noticed. What the page calls refused
+    is refused."""
     kinds = (
         openai_fields.CompletionCreateParamsBase,
         openai_fields.CompletionCreateParamsNonStreaming,

@@ -33,7 +33,7 @@ from tests.factories.routing import status
 
 
 def test_a_token_that_comes_with_the_failure_of_its_attempt_is_delivered() -> None:
-    """It counts as delivered, so the next attempt goes on behind it."""
+    """The token counts as delivered, so the next attempt goes on behind it."""
     dispatcher, request = make_dispatcher("p0", "d0"), make_request()
     engine_id = submitted(dispatcher.handle(Submitted(request), 0.0))["d0"]
     assert dispatcher.handle(outputs("d0", engine_id, end=FinishReason.ABORT), 1.0) == []

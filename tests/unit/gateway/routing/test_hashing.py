@@ -14,7 +14,8 @@ from tests.unit.gateway.routing.test_kv_aware import LONG, measured, pair_of, re
 
 @pytest.mark.parametrize("num_cached", [0, 160, 20_000, 40_000])
 def test_hashes_made_ahead_in_portions_lead_to_the_same_choice(num_cached: int) -> None:
-    """However much is cached; no more is hashed than workers have, but for one portion. The memo may grow further."""
+    """This holds however much is cached. Hashing goes at most one portion beyond what workers have. The memo
+    may grow further."""
     asked = replace(LONG, token_ids=tuple(range(40_001)))
     router = pair_of()
     report_blocks(router, "p1", asked, num_cached)

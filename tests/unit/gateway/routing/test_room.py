@@ -110,7 +110,7 @@ def test_a_sent_request_takes_blocks_before_the_worker_reports_it() -> None:
 
 
 def test_blocks_of_an_ended_request_are_room_before_the_worker_reports_them() -> None:
-    """It returns no block that others may share, and none of a sub-request that the worker never reported."""
+    """A request returns no block that others may share, and none of a sub-request that the worker never reported."""
     for num_found, has_room in ((0, True), (64, False)):
         router = router_of("kv_aware", DISAGGREGATED, P[0], status("d0", free=20))
         first = send(router, ask(127))
@@ -205,7 +205,7 @@ def test_a_worker_that_is_too_small_is_skipped_while_another_can_serve(policy: s
 
 
 def test_a_request_that_fits_no_worker_does_not_wait_for_room() -> None:
-    """Its worker refuses it with the reason. In the queue it would hold up requests that have room."""
+    """The request's worker refuses it with the reason. In the queue, it would hold up requests that have room."""
     router = router_of("kv_aware", DISAGGREGATED, P[0])
     hear_with_one_of_ours(router, status("d0", 3, total=9, free=2))
     with pytest.raises(NoRoom):
@@ -243,7 +243,7 @@ def test_a_prefill_worker_refuses_a_prompt_that_fits_none_if_the_request_require
 
 @pytest.mark.parametrize("role", ["p", "d"])
 def test_a_worker_that_is_too_small_does_not_stand_in_for_one_that_refused_the_request(role: str) -> None:
-    """It would refuse the request for good, although the other may have room soon."""
+    """The worker that is too small would refuse the request for good, although the other one may have room soon."""
     others = [one for one in (*P, *D) if not one.ref.name.startswith(role)]
     router = router_of(
         "kv_aware", DISAGGREGATED, status(f"{role}0", total=6, free=6), status(f"{role}1"), *others

@@ -236,7 +236,7 @@ def test_by_default_the_router_chooses_the_mode() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_c53_whoever_only_requires_disaggregation_gets_hand_overs_alone(policy: str) -> None:
-    """Also where `auto` would choose the decode worker: it is idle, and the prompt is one token."""
+    """This holds even where `auto` would choose the decode worker, because it is idle, and the prompt is one token."""
     assert router_of(policy, "auto", *P, *D).route(ask(1)).reason == "idle decode worker"
     config = GatewayConfig(routing_policy=policy, require_disaggregated=True)  # type: ignore[arg-type]
     router = Router(config, KEY)

@@ -25,7 +25,7 @@ PAIR = Placement(Mode.DISAGGREGATED, "p0", "d0")
 
 
 def test_the_first_step_of_a_request_that_moved_lies_in_its_latest_attempt() -> None:
-    """Its client had tokens from the one before."""
+    """The client already had tokens from the attempt before."""
     record = record_of(num_tokens=100)
     assert record.finish is not None
     timing = replace(record.finish.timing, handover_ended_s=1.5)

@@ -292,7 +292,7 @@ async def test_a_template_that_does_not_end_is_ended_and_others_go_on(
     ],
 )
 async def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, template: str) -> None:
-    """Its author may be a stranger."""
+    """A stranger may have written the template."""
     async with pool_of(tokenizer(tmp_path, template)) as pool:
         with pytest.raises(InvalidRequest, match="chat template refused the conversation"):
             await pool.encode_chat("alice", HELLO)

@@ -58,7 +58,7 @@ def test_a_decode_worker_alone_computes_and_tells() -> None:
 
 
 def test_the_prefill_workers_word_is_lost_and_the_decode_worker_tells() -> None:
-    """Its wait for the prompt overlaps the prefill, and only what is left of it was exposed."""
+    """The decode worker's wait for the prompt overlaps the prefill. Only the rest of this wait counts as exposed."""
     reported = {
         "p0": StageTimes(queue_s=2.0, prefill_s=9.0),
         "d0": StageTimes(queue_s=1.0, transfer_s=14.0, transfer_bytes=1),

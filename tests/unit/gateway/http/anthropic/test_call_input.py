@@ -72,7 +72,7 @@ def test_what_is_no_json_is_left_out(arguments: str) -> None:
      ('{"a": 1} {', '{"a": 1}'), ('{"a": 1]', '{"a": 1}')],
 )  # fmt: skip
 def test_of_what_is_no_json_the_part_before_stays(arguments: str, written: str) -> None:
-    """Only of a model that no grammar guides."""
+    """Such arguments come only from a model that no grammar guides."""
     assert input_of(arguments) == written
 
 
@@ -80,7 +80,7 @@ def test_of_what_is_no_json_the_part_before_stays(arguments: str, written: str) 
 def test_a_cut_input_is_what_clients_of_a_stream_read(
     value: dict[str, Any], is_ascii: bool, data: st.DataObject
 ) -> None:
-    """They use the same reader, of which this is the partial mode."""
+    """Clients use the partial mode of the same reader."""
     whole = json.dumps(value, ensure_ascii=is_ascii)
     assert input_of(whole) == whole
     cut = whole[: data.draw(st.integers(1, len(whole)))]

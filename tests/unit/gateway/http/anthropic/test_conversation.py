@@ -54,7 +54,7 @@ def test_texts_come_as_they_are() -> None:
 
 
 def test_what_claude_code_writes_for_billing_is_no_part_of_the_prompt() -> None:
-    """It differs in each request, so no prompt would find its prefix in a cache."""
+    """Claude Code writes something else in each request, so no prompt would find its prefix in a cache."""
     first, second = (f"x-anthropic-billing-header: cc_version=2.1; cch={cch};" for cch in ("eb6c6", "71fea"))
     system = [text(first), text("You are Claude Code. "), text("The header is x-anthropic-billing-header: 1")]
     expected = "You are Claude Code. The header is x-anthropic-billing-header: 1"

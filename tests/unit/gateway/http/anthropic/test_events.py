@@ -181,7 +181,7 @@ def test_a_call_that_was_cut_off_has_what_is_whole_of_its_input(arguments: str) 
 
 @pytest.mark.parametrize("arguments", ["[1]", "1", '{"a": NaN}', "{a: 1}", '"{}"'])
 def test_a_call_whose_arguments_are_no_object_has_no_input(arguments: str) -> None:
-    """Only of a model that no grammar guides."""
+    """Such arguments come only from a model that no grammar guides."""
     (call,) = whole_of([CallBegins(0, "f"), ArgumentsDelta(0, arguments), CallEnds(0)])["content"]
     assert call["input"] == {}
 
@@ -225,7 +225,7 @@ def answers(draw: st.DrawFn) -> list[AnswerEvent]:
 def test_a_stream_adds_up_to_the_whole_answer(
     events: list[AnswerEvent], shows_thinking: bool, stop: MessageEnd
 ) -> None:
-    """As the `anthropic` package adds it up, and with its types."""
+    """The `anthropic` package adds up the stream, and its types check the answer."""
     whole = whole_of(events, stop, shows_thinking)
     PackageMessage.model_validate(whole, strict=True)
     assert accumulated(stream_of(([event] for event in events), stop, shows_thinking)) == whole

@@ -130,7 +130,7 @@ def test_sampling() -> None:
 
 
 def test_the_package_is_the_one_that_is_compared() -> None:
-    """Its parameters are those of the method that programs call."""
+    """The types of the package have the parameters of the method that programs call."""
     from anthropic.resources import Messages
 
     parameters = set(inspect.signature(Messages.create).parameters)

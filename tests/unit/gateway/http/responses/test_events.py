@@ -234,7 +234,7 @@ def test_log_probabilities_of_an_answer_without_a_message_are_left_out(
 
 
 def test_log_probabilities_are_the_texts_and_all_of_them(tokenizer: Tokenizer) -> None:
-    """Those of a token whose text is still held back come with the next text, or at the end."""
+    """If the text of a token is held back, its log-probabilities come with the next text, or at the end."""
     output, events = ResponseOutput("r", ChatTokens(tokenizer)), ResponseEvents(response())
     tokens = [
         (0, TokenLogprobs(token_id, -float(token_id), 1, ((token_id, -1.0),))) for token_id in range(5, 9)
@@ -302,7 +302,7 @@ def test_a_large_item_is_written_in_small_pieces() -> None:
 
 
 def test_ids_name_their_response() -> None:
-    """So that a reference to an item finds it."""
+    """So a reference to an item finds the response."""
     output = ResponseOutput("abc", None)
     list(output.on_events([Text("x")]))
     assert output.items[0].id == "msg_abc_0"

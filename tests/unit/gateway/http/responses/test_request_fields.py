@@ -105,7 +105,7 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -
 
 
 def test_objects_of_the_package_may_be_sent_back_whole() -> None:
-    """As dumped, with all of their empty fields."""
+    """Programs dump these objects with all of their empty fields."""
     text = {"type": "output_text", "text": "A", "annotations": [], "logprobs": []}
     sent = [
         ResponseReasoningItem.model_validate({"id": "rs_1", "type": "reasoning", "summary": []}),
