@@ -278,8 +278,7 @@ def test_greedy_rows(shape: Any, device: torch.device, generator: torch.Generato
 
 
 def test_random_rows(shape: Any, device: torch.device, generator: torch.Generator) -> None:
-    """The rows have filters of all kinds. Logarithms differ in the last place, which may change one row in
-    many hundreds."""
+    """Rows have all kinds of filters. Logarithms differ in the last place, so one row in many hundreds may change."""
     rows, vocab, dtype = shape
     logits_RV = 3 * _randn(generator, device, dtype, rows, vocab)
     filters: list[dict[str, Any]] = [
