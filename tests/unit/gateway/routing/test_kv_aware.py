@@ -340,7 +340,7 @@ def test_a_decode_worker_without_requests_computes_a_prompt_of_one_step(told: in
 
 
 def test_a_step_in_progress_counts_once() -> None:
-    """What waits on P is shorter than the new prompt, and all that there is to wait for."""
+    """The prompts on P are shorter than the new prompt, which waits for all of them, and for nothing else."""
     router = auto(measured("p0", 1, num_queued_prompt_tokens=100), measured("d0", 6))
     waiting, need = router._workers["p0"], Need(200, 1, {})
     assert router._costs.order_s(waiting, need) == router._costs.wait_s(waiting) == pytest.approx(0.01)

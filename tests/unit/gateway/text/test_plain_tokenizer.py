@@ -145,7 +145,7 @@ def test_its_files_are_the_folders_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_class_of_transformers_is_imported_for_it(tmp_path: Path) -> None:
-    """They take 80 % of the time."""
+    """Their import would take most of the time until a tokenizer is loaded."""
     code = (
         "import sys; from pathlib import Path; from gateway.text import Tokenizer\n"
         "from gateway.conversation import ChatMessage, Conversation\n"

@@ -282,7 +282,7 @@ async def test_kept_connections_that_have_died_silently_cost_one_request(
 
 
 async def test_another_value_than_was_asked_for_is_an_error(server: RedisServer) -> None:
-    """Whatever became of a connection, no one gets another one's response."""
+    """If Redis returns another response than the one that was asked for, no caller gets it."""
     async with redis(server) as (one, _):
         assert isinstance(one, RedisStore)
         await one.keep("alice", "1", stored("1"))
