@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-INTERRUPTED = 130
+REFUSED, INTERRUPTED = 1, 130
 
 
 def main() -> int:
@@ -25,14 +25,21 @@ def main() -> int:
     if is_default:
         # A KeyboardInterrupt within an import may be lost, or become another error.
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    from cli.main import main as run
-
-    if is_default:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        from cli.main import main as run
+
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run()
     except KeyboardInterrupt:  # within the first or last lines of `run`
         code = INTERRUPTED
+    except ImportError:
+        from cli.own_packages import foreign_module
+
+        if (problem := foreign_module()) is None:
+            raise
+        sys.stderr.write(f"baton: {problem}\n")
+        code = REFUSED
     return code
 
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from baton.clock import SystemClock
 from baton.config import BatonConfig, NetworkConfig, Section, merge
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ClusterError, ConfigError
 from baton.system.home import ensure_home, expanded
 from baton.system.hosts import is_address
-from baton.system.logs import PACKAGES
 from baton.system.watched import Watched
 from baton.version import baton_version
 from cli.command_flags import (
@@ -43,6 +42,7 @@ from cli.output import (
     replace_closed_streams,
     replace_unencodable,
 )
+from cli.own_packages import foreign_module
 
 if TYPE_CHECKING:
     from cli.target import Target
@@ -98,25 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(command, error, REFUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except ImportError as error:
-        if (foreign := _foreign_package(error.name or "")) is None:
-            raise
-        return _fail(
-            command,
-            f"{foreign} is imported in place of Baton's own; remove its folder from PYTHONPATH",
-            REFUSED,
-        )
     return code
-
-
-def _foreign_package(module: str) -> str | None:
-    """The file of a foreign package that hides the package of Baton to which this module belongs; None if there is
-    none."""
-    package = module.partition(".")[0]
-    file = getattr(sys.modules.get(package), "__file__", None)
-    if package not in PACKAGES or file is None or Path(file).is_relative_to(Path(__file__).parents[1]):
-        return None
-    return str(file)
 
 
 def _invalid_utf_8(arguments: Sequence[str]) -> str | None:
@@ -337,6 +319,8 @@ def _do_without_torch() -> None:
 
 def _prepare(config: BatonConfig) -> None:
     """Prepares commands that start or join a fleet: this process computes nothing, but may need Ray."""
+    if (problem := foreign_module()) is not None:  # workers would end with a traceback, and be started again
+        raise ClusterError(problem)
     _do_without_torch()
     if config.cluster.ray_address == "none" or config.cluster.fleet_address is not None:
         return

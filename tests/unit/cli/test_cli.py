@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cli import own_packages
 from cli.commands import generate
 from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USAGE, build_parser, main
 from cli.output import replace_unencodable
 from tests.factories.traces import CHUNKED
 from worker.step_trace import encode_end, encode_header, encode_step
 
+ROOT = Path(__file__).parents[3]
 NO_COUNTS = ("0", "-1", "4294967296", "9" * 5_000, "1.5", "many", "٣")
 
 
@@ -178,19 +181,35 @@ def test_json_loses_no_character(monkeypatch: pytest.MonkeyPatch, encoding: str,
 
 
 @pytest.mark.slow
-def test_a_foreign_package_in_place_of_our_own_is_named(tmp_path: Path) -> None:
-    (foreign := tmp_path / "gateway" / "__init__.py").parent.mkdir()
-    foreign.touch()
+@pytest.mark.parametrize(
+    ("command", "foreign"),
+    [
+        ("--help", "baton.py"),
+        ("status", "gateway/__init__.py"),
+        ("serve", "scheduler.py"),  # which only workers import
+    ],
+)
+def test_a_foreign_package_in_place_of_our_own_is_named(command: str, foreign: str, tmp_path: Path) -> None:
+    (file := tmp_path / foreign).parent.mkdir(exist_ok=True)
+    file.touch()
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "cli.main", "status"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])},
+        [sys.executable, "-P", "-m", "cli", command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         stderr=subprocess.PIPE,
         text=True,
         check=False,
         timeout=60,
     )
     assert done.returncode == REFUSED
-    assert done.stderr.startswith(f"baton status: {foreign} is imported in place of Baton's own; ")
+    assert done.stderr.endswith(
+        f": {file} is imported in place of Baton's own; remove its folder from PYTHONPATH\n"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+def test_all_packages_of_baton_are_looked_for() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert {f"{package}*" for package in own_packages.PACKAGES} == {*packages["include"]} - {"simulator*"}
 
 
 @pytest.mark.slow
