@@ -231,7 +231,7 @@ class BatonConfig(Section):
     def from_yaml(cls, path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> Self:
         """Reads a YAML file and applies `overrides` (section -> key -> value)."""
         try:
-            values = yaml.load(path.read_text(), _Loader) or {}
+            values = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read configuration file {path}: {error}") from error
         except yaml.YAMLError as error:  # its text quotes the file, which may have passwords

@@ -1,5 +1,8 @@
 """What the errors of a configuration say, and what they must not quote."""
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -172,3 +175,25 @@ def test_a_text_with_a_zero_byte_is_refused(section: str, key: str) -> None:
     """No system call takes a path with one."""
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: must not contain a zero byte"):
         BatonConfig.from_mapping({section: {key: "a\0b"}})
+
+
+PRINT_THE_MODEL = """
+import pathlib, sys
+from baton.config import BatonConfig
+print(ascii(BatonConfig.from_yaml(pathlib.Path(sys.argv[1])).model.path))
+"""
+
+
+@pytest.mark.slow
+def test_a_file_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+    path = tmp_path / "baton.yaml"
+    path.write_text("model: {path: Zürich}\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", PRINT_THE_MODEL, path],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == (r"'Z\xfcrich'" + "\n", "")
