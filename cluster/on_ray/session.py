@@ -307,8 +307,15 @@ def _init(ray: ModuleType, address: str, **options: Any) -> None:
                 address=address, job_config=job, log_to_driver=False, logging_level=logging.ERROR, **options
             )
     except Exception as error:  # Ray raises a bare Exception if a busy machine takes too long
-        what = "start Ray" if address == "local" else f"join the Ray cluster at {address}"
-        raise ClusterError(f"could not {what} (cluster.ray_address): {_root_cause(error)}") from error
+        cause = _root_cause(error).rstrip(".")
+        if address != "local":
+            raise ClusterError(
+                f"could not join the Ray cluster at {address} (cluster.ray_address): {cause}"
+            ) from error
+        raise ClusterError(
+            f"could not start Ray (cluster.ray_address): {cause}; if this machine was busy, try again. On CPUs, "
+            "`baton serve --ray-address none` needs no Ray"
+        ) from error
 
 
 def _root_cause(error: BaseException) -> str:
