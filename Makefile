@@ -28,6 +28,8 @@ GPU_CHECK ?=
 # A folder with the KubeRay operator's definitions (ray.io_rayclusters.yaml), against which the chart's RayCluster is checked.
 export KUBERAY_CRDS ?=
 RELEASED_PROTOS := protos/released.binpb
+# With `user = true` in a user's pip.conf, pip would refuse to install into .venv.
+export PIP_USER := 0
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
