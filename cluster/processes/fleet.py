@@ -5,7 +5,6 @@ The workers end with this process, so none is ever adopted.
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +83,7 @@ class ProcessIncarnation:
         try:
             self._exit = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
         except RuntimeError as error:  # nothing would notice that the process ends
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
             process.close()
             raise ClusterError(f"cannot start a thread to watch its process: {error}; {_REMEDY}") from error
@@ -122,7 +121,7 @@ class ProcessIncarnation:
             self.process.ask_to_end()
             await self._exits_within(timeout_s)
         if not self._exit.done():
-            self.process.send_signal(signal.SIGKILL)
+            self.process.kill()
         await asyncio.wait([self._exit])
         self._threads.shutdown(wait=False)
         self.process.close()

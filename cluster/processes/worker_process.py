@@ -79,9 +79,6 @@ class WorkerProcess:
         assert self._process.stdout is not None
         return StdioControlClient(self.name, self._process.stdin, self._process.stdout)
 
-    def send_signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
     def wait(self) -> int:
         """Blocks until the process has ended; returns its exit code."""
         return self._process.wait()
@@ -89,6 +86,11 @@ class WorkerProcess:
     def ask_to_end(self) -> None:
         """Sends SIGTERM, after which a worker ends cleanly."""
         self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends the process by SIGKILL, and the processes that it has started, such as a compiler of kernels."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Closes the pipes. A process that still runs ends then."""
@@ -103,7 +105,7 @@ class WorkerProcess:
         try:
             return self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             return self._process.wait()
 
 

@@ -39,6 +39,9 @@ COMPILE_TIMEOUT_S = 300.0
 _ROOM_BYTES = 16 * 2**20
 """How much free space must be there to compile. Compiling uses a fifth of it."""
 
+_PARTIAL = ".partial"
+"""Prefix of the folders with work in progress, beside the library."""
+
 
 @cache
 def native_library() -> ctypes.CDLL | None:
@@ -105,6 +108,8 @@ def _kept_in(folder: Path, instructions: InstructionSet) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.is_file():
+            for leftover in folder.glob(f"{_PARTIAL}*"):  # its process was killed
+                shutil.rmtree(leftover, ignore_errors=True)
             logger.info("compiling the native kernels for %s", instructions.name)
             compile_kernels(instructions, library)
     return library
@@ -148,7 +153,10 @@ def _compile(compiler: list[str], instructions: InstructionSet, library: Path, p
     if "ziglang" in compiler:
         flags = tuple(flag.replace("=x86-64-v", "=x86_64_v") for flag in flags)
     command = [*compiler, *FLAGS, *flags]
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor() as threads:
+    with (
+        tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=library.parent) as scratch,
+        ThreadPoolExecutor() as threads,
+    ):
 
         def compile_one(source: Path) -> str:
             output = f"{scratch}/{source.stem}.o"

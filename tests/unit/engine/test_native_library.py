@@ -57,6 +57,14 @@ def test_a_compiled_library_is_used_again(caplog: pytest.LogCaptureFixture, tmp_
 
 
 @needs_compiler
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (left := tmp_path / "cache/baton/native/.partial1234").mkdir(parents=True)
+    (left / "answer.o").touch()
+    assert find() is not None
+    assert sorted(path.suffix for path in left.parent.iterdir()) == ["", ".so"], "the lock and the library"
+
+
+@needs_compiler
 def test_a_cache_folder_that_cannot_be_written(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     kernels = find()

@@ -1,6 +1,7 @@
 """How long a worker's process has to end, by its parent's clock, and how it ended; the process is replaced."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from baton.config import BatonConfig
@@ -45,9 +47,9 @@ class Process:
     def ask_to_end(self) -> None:
         self.signals.append(signal.SIGTERM)
 
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
-        self.exit.set_result(-number)
+    def kill(self) -> None:
+        self.signals.append(signal.SIGKILL)
+        self.exit.set_result(-signal.SIGKILL)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -174,3 +176,21 @@ def test_a_workers_configuration_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) 
     there = worker._process.stdout.read()
     assert json.loads(there) == {"engine": {"kv_cache_memory_mib": 64}, "model": {"path": "/models/m"}}
     assert worker.stop() == 0
+
+
+def test_a_killed_worker_leaves_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.Popen
+    compiling = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: real(compiling, **options))
+    worker = WorkerProcess(BatonConfig(), Path("/models/m"), None, WorkerRole.DECODE, "w0")
+    assert worker._process.stdout is not None
+    compiler = psutil.Process(int(worker._process.stdout.readline()))
+    try:
+        worker.kill()
+        assert worker.wait() == -signal.SIGKILL
+        compiler.wait(60)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            compiler.kill()
+        worker.close()
+    worker.kill()  # changes nothing
