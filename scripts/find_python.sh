@@ -6,7 +6,11 @@ is_suitable() {
     "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
-for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+candidates=(python3.13 python3.12 python3.11 python3)
+if [ -n "${PYTHON:-}" ]; then
+    candidates=("$PYTHON")
+fi
+for candidate in "${candidates[@]}"; do
     if command -v "$candidate" >/dev/null && is_suitable "$candidate"; then
         command -v "$candidate"
         exit 0
@@ -15,7 +19,8 @@ done
 
 {
     echo "No suitable Python: 3.11 or newer with the venv module is needed."
-    found=$(python3 --version 2>/dev/null || echo "no python3 at all")
+    last=${candidates[-1]}
+    found=$("$last" --version 2>/dev/null || echo "no $last at all")
     echo "Found: $found."
     echo "On Debian or Ubuntu: apt install python3-venv    Elsewhere: make PYTHON=/path/to/python3.11 ..."
 } >&2
