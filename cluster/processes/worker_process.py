@@ -114,7 +114,8 @@ def how_it_ended(code: int) -> str:
     if code >= 0:
         return f"its process ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    return f"its process was killed by {name}"
+    hint = " (perhaps for lack of memory)" if -code == signal.SIGKILL else ""
+    return f"its process was killed by {name}{hint}"
 
 
 def _config_text(config: BatonConfig, model_path: Path) -> str:

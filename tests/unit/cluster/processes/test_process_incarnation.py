@@ -104,7 +104,8 @@ async def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("code", "end"),
     [
-        (-signal.SIGKILL, "its process was killed by SIGKILL"),
+        (-signal.SIGKILL, "its process was killed by SIGKILL (perhaps for lack of memory)"),
+        (-signal.SIGSEGV, "its process was killed by SIGSEGV"),
         (-40, "its process was killed by signal 40"),
         (3, "its process ended with exit code 3"),
     ],
