@@ -86,7 +86,7 @@ class ProcessIncarnation:
             process.kill()
             process.wait()
             process.close()
-            raise ClusterError(f"cannot start a thread to watch its process: {error}; {_REMEDY}") from error
+            raise _no_thread(error) from error
 
     @property
     def name(self) -> str:
@@ -97,9 +97,11 @@ class ProcessIncarnation:
             endpoint = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self.process.wait_until_ready
             )
+            self._control = self.process.control()
         except WorkerUnavailable as error:
             raise ClusterError(str(error)) from None
-        self._control = self.process.control()
+        except RuntimeError as error:
+            raise _no_thread(error) from error
         return endpoint
 
     async def call(self, request: ControlRequest[R]) -> R:
@@ -135,6 +137,10 @@ class ProcessIncarnation:
         with contextlib.suppress(TimeoutError):
             async with awake_timeout(timeout_s):
                 await asyncio.wait([self._exit])
+
+
+def _no_thread(error: RuntimeError) -> ClusterError:
+    return ClusterError(f"cannot start a thread to watch its process: {error}; {_REMEDY}")
 
 
 class ProcessLauncher:

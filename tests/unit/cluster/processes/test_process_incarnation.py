@@ -167,6 +167,17 @@ async def test_what_the_system_has_no_room_for_leaves_no_process(
     assert [process.returncode for process in begun] == [-signal.SIGKILL] * (module is threading.Thread)
 
 
+@in_virtual_time
+async def test_without_a_thread_for_its_control_calls_a_worker_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet, "ThreadPoolExecutor", Threads)
+    process: Any = Process()
+    process.control = Mock(side_effect=RuntimeError("can't start new thread"))
+    with pytest.raises(ClusterError, match=r"can't start new thread; raise the limits of processes"):
+        await ProcessIncarnation(process, 1).start(lambda _: None)
+
+
 def test_a_workers_configuration_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, or a cleaner of /tmp, would keep a fleet's workers from being replaced."""
     real = subprocess.Popen
