@@ -206,3 +206,7 @@ def test_a_killed_worker_leaves_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
             compiler.kill()
         worker.close()
     worker.kill()  # changes nothing
+    monkeypatch.setattr(
+        worker._process, "poll", lambda: None
+    )  # as before another thread has stored the exit code
+    worker.kill()
