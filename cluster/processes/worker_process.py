@@ -90,7 +90,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends the process by SIGKILL, and the processes that it has started, such as a compiler of kernels."""
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and `wait` of another thread knows so
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it has ended, and `wait` of another thread knows so
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
