@@ -35,6 +35,7 @@ from baton.messages.wire import MAX_MESSAGE_BYTES
 from baton.request import EngineRequest, ErrorKind, FinishReason, RequestOutput
 from baton.system.addresses import listen
 from baton.system.curve import PeerAuthenticator, PlaneKeys
+from baton.system.dead_connections import end_dead_connections
 from baton.system.progress import Progress
 from baton.system.standstill import Standstill, pace_of
 from baton.system.wakeup import WakeUp
@@ -129,6 +130,7 @@ class RequestServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, OUTBOX_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        end_dead_connections(self._socket, network.peer_timeout_s)
         self._authenticator = PeerAuthenticator("the request plane", self._socket, keys)
         self.address = listen(self._socket, network.bind_host, network.advertise_host)
 

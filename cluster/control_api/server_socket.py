@@ -11,6 +11,7 @@ from baton.config import NetworkConfig
 from baton.messages.control_codec import MAX_MESSAGE_BYTES
 from baton.system.addresses import listen
 from baton.system.curve import PeerAuthenticator, PlaneKeys
+from baton.system.dead_connections import end_dead_connections
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ def set_heartbeats(socket: "zmq.Socket[Any]", network: NetworkConfig) -> None:
     """Ends connections whose other end is silent, for example because its host is lost (RFC 37, PING)."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(network.heartbeat_interval_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(network.peer_timeout_s * 1000))
+    end_dead_connections(socket, network.peer_timeout_s)
 
 
 def _descriptor(socket: "zmq.Socket[Any]") -> int:

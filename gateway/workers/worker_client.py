@@ -28,6 +28,7 @@ from baton.system.adaptive_timeout import AdaptiveTimeout
 from baton.system.addresses import connect
 from baton.system.awake_timer import AwakeTimer
 from baton.system.curve import FAILED_HANDSHAKES, REFUSED, PlaneKeys, connection_events, secure_client
+from baton.system.dead_connections import end_dead_connections
 from baton.system.standstill import Standstill, pace_of
 from baton.worker import WorkerEndpoint, WorkerRole, WorkerState, WorkerStatus
 from gateway.turn_budget import SharedTurns
@@ -101,6 +102,7 @@ class WorkerClient:
         self._socket.setsockopt(zmq.IDENTITY, bytes.fromhex(gateway_id) + connection_number.to_bytes(8))
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        end_dead_connections(self._socket, network.peer_timeout_s)
         secure_client(self._socket, keys)
         # This must come before `connect`, since libzmq reports some refusals only once, and does not retry.
         self._connection = self._socket.get_monitor_socket(

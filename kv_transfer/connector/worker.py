@@ -71,6 +71,7 @@ class KVConnectorWorker:
             clock,
             advertise_host,
             max_queued_bytes=2 * config.max_inflight_mib * 2**20,
+            dead_s=max(config.lease_s, config.peer_timeout_s),
             idle_s=max(IDLE_S, config.peer_timeout_s),  # heartbeats are more frequent than peer_timeout_s
         )
         readers = make_readers(config, blocks, memory, clock)

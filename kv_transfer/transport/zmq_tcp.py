@@ -19,6 +19,7 @@ import zmq
 from baton.clock import Clock
 from baton.system.addresses import connect, listen
 from baton.system.curve import PeerAuthenticator, PlaneKeys, secure_client
+from baton.system.dead_connections import end_dead_connections
 from kv_transfer.protocol.effects import Peer
 from kv_transfer.protocol.messages import MAX_HEADER_BYTES
 from kv_transfer.protocol.outgoing import BYTES_PER_TURN
@@ -90,6 +91,7 @@ class ZmqChannel:
         advertise_host: str | None = None,
         *,
         max_queued_bytes: int,
+        dead_s: float,
         idle_s: float = IDLE_S,
     ) -> None:
         """`block_nbytes`: size of the largest piece. Without `keys`, every process that can connect is admitted.
@@ -97,12 +99,14 @@ class ZmqChannel:
         The hosts are those of `network` in the configuration; ConfigError if this machine has no such address. A
         payload is dropped if `max_queued_bytes` of earlier payloads are still queued for its peer. ZeroMQ reports
         slightly late that a payload has left its queue: by then, the peer may already have answered. Peers answer over
-        the connection that we made, so `idle_s` must be longer than the pauses within a hand-over.
+        the connection that we made, so `idle_s` must be longer than the pauses within a hand-over. A connection whose
+        other end acknowledges nothing for `dead_s` is ended.
         """
         self._keys = keys
         self._clock = clock
         self._max_queued_bytes = max_queued_bytes
         self._idle_s = idle_s
+        self._dead_s = dead_s
         self._max_payload_bytes = max(block_nbytes, BYTES_PER_TURN, MAX_HEADER_BYTES)
         self._context = zmq.Context()
         self._router = self._configured(zmq.ROUTER, MAX_HEADER_BYTES)  # consumers send no payload
@@ -271,6 +275,7 @@ class ZmqChannel:
         socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_FRAMES)
         socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_FRAMES)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        end_dead_connections(socket, self._dead_s)
         return socket
 
     def _arrivals(self, socket: "zmq.Socket[bytes]", address: str | None) -> Iterator[Arrival]:

@@ -36,8 +36,8 @@ def host_of(address: str) -> str:
 @pytest.mark.parametrize("bind_host", BIND_HOSTS)
 def test_a_kv_plane_is_reached_where_it_says(bind_host: str) -> None:
     clock = SystemClock()
-    producer = ZmqChannel(bind_host, 64, KEYS.kv, clock, max_queued_bytes=64)
-    consumer = ZmqChannel("127.0.0.1", 64, KEYS.kv, clock, max_queued_bytes=64)
+    producer = ZmqChannel(bind_host, 64, KEYS.kv, clock, max_queued_bytes=64, dead_s=60.0)
+    consumer = ZmqChannel("127.0.0.1", 64, KEYS.kv, clock, max_queued_bytes=64, dead_s=60.0)
     try:
         assert host_of(producer.address) not in WILDCARDS
         consumer.send(producer.address, b"header")

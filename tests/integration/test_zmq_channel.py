@@ -24,7 +24,7 @@ KERNEL_BYTES = 64 * 2**20
 
 
 def make_channel(clock: Clock | None = None, **options: Any) -> ZmqChannel:
-    options = {"max_queued_bytes": 2**27, **options}
+    options = {"max_queued_bytes": 2**27, "dead_s": 60.0, **options}
     return ZmqChannel("127.0.0.1", LARGE, None, clock or SystemClock(), **options)
 
 

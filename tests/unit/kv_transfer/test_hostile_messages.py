@@ -238,7 +238,9 @@ def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
     "address", ["garbage", "tcp://nohost:", "foo://x", "udp://127.0.0.1:5", f"ipc://{LONG}"]
 )
 def test_a_message_to_an_address_that_is_none_is_dropped(address: str) -> None:
-    channel = ZmqChannel("127.0.0.1", BLOCK_NBYTES, None, SystemClock(), max_queued_bytes=BLOCK_NBYTES)
+    channel = ZmqChannel(
+        "127.0.0.1", BLOCK_NBYTES, None, SystemClock(), max_queued_bytes=BLOCK_NBYTES, dead_s=60.0
+    )
     try:
         channel.send(address, b"header")
         assert channel.num_dropped == 1
