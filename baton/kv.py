@@ -6,7 +6,7 @@ from enum import Enum
 from baton.errors import WireError
 from baton.kv_groups import ONE_GROUP, KVGroups
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Version of the KV plane; precedes every message, and increases whenever a message changes."""
 
 HEADS_LAYOUT = "LKHTD"

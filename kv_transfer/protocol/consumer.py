@@ -159,7 +159,8 @@ class Consumer:
             self._counters["kv_late_messages"] += 1
             return []
         match message:
-            case Opened():
+            case Opened(number=number):
+                transfer.opened = max(transfer.opened, number)
                 return self._on_opened(transfer, message, now)
             case Refused(reason=reason):
                 loss = link_failure(f"the prefill worker refused: {reason}", from_producer=True)

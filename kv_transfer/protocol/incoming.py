@@ -110,6 +110,8 @@ class IncomingTransfer:
     """Version of each piece that was missing or had a wrong checksum, until it is offered again."""
     num_bad: int = 0
     """Number of damaged pieces that were offered again in the same version."""
+    opened: int = 0
+    """See Open."""
     producer_host: str | None = None
     """The producer's host id; None until the producer has answered an Open."""
     transport: str | None = None
@@ -155,6 +157,7 @@ class IncomingTransfer:
             host=identity.offer.host,
             transports=transports,
             checksums=identity.checksums,
+            opened=self.opened,
         )
 
     def failed(self, loss: Loss, *, is_postponed: bool = False) -> Failed:

@@ -15,7 +15,8 @@
 
 While nothing else is sent, the consumer repeats Hold and Open. They are the heartbeats that extend the lease,
 and their answers show that the producer is alive. An Open that lists the arrived pieces repairs every loss of
-a message.
+a message. On a slow link, pieces are under way for many heartbeats. So an Open also says which Opened came
+last, and the producer repeats only what it had sent before this Opened.
 """
 
 from dataclasses import dataclass
@@ -92,6 +93,9 @@ class Open:
     transports: tuple[str, ...]
     """Transports that the consumer can use, the best first."""
     checksums: ChecksumPolicy
+    opened: int = 0
+    """The highest number of an `Opened` that has arrived. Pieces sent before this `Opened` have arrived, too, or are
+    lost. Later pieces may still be under way."""
 
     def __post_init__(self) -> None:
         if len(self.received) != len(self.received_versions):
@@ -116,6 +120,8 @@ class Opened:
     is_stuck: bool = False
     """The producer computes nothing until a complete prompt is loaded. The room reserved for this incomplete prompt may
     prevent such a load."""
+    number: int = 0
+    """Counts the messages of this type in a rank transfer, from 1 on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from baton.kv import KVFingerprint
 from baton.request import FirstToken
 from kv_transfer.protocol.effects import Peer, RankTransfer
 from kv_transfer.protocol.geometry import PieceShape, RankLayout, mismatch
-from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Aborted, Open, Refused, TransferKey
+from kv_transfer.protocol.messages import MAX_PIECES_PER_MESSAGE, Aborted, Open, Opened, Refused, TransferKey
 from kv_transfer.protocol.transports import CUDA_IPC, SENDS_BYTES, TransportOffer
 
 BYTES_PER_TURN = 4 * 1024 * 1024
@@ -103,8 +103,11 @@ class OutgoingTransfer:
     ready: dict[int, int] = field(default_factory=dict)
     """Prompt piece index -> piece of our pool, for computed pieces."""
     unsent: deque[int] = field(default_factory=deque)
-    unacked: set[int] = field(default_factory=set)
+    unacked: dict[int, int] = field(default_factory=dict)
+    """Offered piece -> `num_opened` at that time."""
     acked: set[int] = field(default_factory=set)
+    num_opened: int = 0
+    """See Opened.number."""
     first_token: FirstToken | None = None
     """Set when the prefill is complete; the lease starts then."""
     finished_at: float = 0.0
@@ -149,6 +152,19 @@ class OutgoingTransfer:
         assert self.shape is not None
         return self.shape.num_pieces_for(self.num_tokens)
 
+    def answer(self, offer: TransportOffer, *, is_stuck: bool) -> Opened:
+        """The answer to a Hold or an Open."""
+        self.num_opened += 1
+        return Opened(
+            self.key,
+            offer.host,
+            self.transport or None,
+            offer.pools.get(self.transport, b""),
+            is_complete=self.first_token is not None,
+            is_stuck=is_stuck,
+            number=self.num_opened,
+        )
+
     def blocks_ready(self, first_block: int, block_ids: Iterable[int | None]) -> None:
         """These blocks of the prompt are computed. An id of None: no consumer needs that block."""
         assert self.shape is not None
@@ -156,9 +172,18 @@ class OutgoingTransfer:
             self.ready[index] = piece_id
             self._offer(index)
 
+    def no_longer_under_way(self, message: Open, peer: Peer, transport: str) -> list[int]:
+        """The unacknowledged pieces that have arrived or are lost, now that this Open has come."""
+        if (peer, transport) != (self.peer, self.transport):
+            return list(self.unacked)  # the connection over which they were sent has ended
+        arrived = set(message.received)
+        return [
+            index for index, opened in self.unacked.items() if opened < message.opened or index in arrived
+        ]
+
     def reopen(self, message: Open, peer: Peer, transport: str) -> None:
         """Handles an Open. Of the pieces that it lists as arrived, accepts those that can be valid. Offers all other
-        ready pieces again."""
+        ready pieces again, unless they may be under way."""
         self.peer, self.open, self.transport = peer, message, transport
         claims = zip(message.received, message.received_versions, strict=True)
         self.acked = {index for index, version in claims if version == self.version or index in self.acked}
@@ -193,9 +218,9 @@ class OutgoingTransfer:
         self.version += 1
 
     def _offer(self, index: int) -> None:
-        """Queues a ready piece unless the consumer has it."""
+        """Queues a ready piece unless the consumer has it, or it may be under way."""
         first = self.open.first_piece if self.open is not None else 0
-        if index >= first and index not in self.acked:
+        if index >= first and index not in self.acked and index not in self.unacked:
             self.unsent.append(index)
 
 
@@ -227,7 +252,7 @@ class SendWindow:
             transfer = self._turns.popleft()
             if num_pieces := self._num_pieces_that_fit(transfer):
                 indices = tuple([transfer.unsent.popleft() for _ in range(num_pieces)])
-                transfer.unacked.update(indices)
+                transfer.unacked.update(dict.fromkeys(indices, transfer.num_opened))
                 self._inflight[transfer.peer] += num_pieces * transfer.piece_nbytes
                 self._turns.append(transfer)
                 yield transfer, indices
@@ -235,19 +260,23 @@ class SendWindow:
                 stalled.append(transfer)
         self._turns.extend(stalled)
 
+    def reopen(self, transfer: OutgoingTransfer, message: Open, peer: Peer, transport: str) -> None:
+        """Handles an Open of this rank transfer; see OutgoingTransfer.reopen."""
+        for index in transfer.no_longer_under_way(message, peer, transport):
+            self.acknowledged(transfer, index)
+        transfer.reopen(message, peer, transport)
+
     def acknowledged(self, transfer: OutgoingTransfer, index: int) -> bool:
         """Removes the piece from the unacknowledged pieces; False if it is not one of them."""
         if index not in transfer.unacked:
             return False
-        transfer.unacked.remove(index)
-        self._inflight[transfer.peer] -= transfer.piece_nbytes
+        del transfer.unacked[index]
+        self._forget_bytes(transfer, 1)
         return True
 
     def forget_inflight(self, transfer: OutgoingTransfer) -> None:
         """Removes all pieces of this rank transfer from the unacknowledged bytes."""
-        self._inflight[transfer.peer] -= len(transfer.unacked) * transfer.piece_nbytes
-        if self._inflight[transfer.peer] <= 0:
-            del self._inflight[transfer.peer]
+        self._forget_bytes(transfer, len(transfer.unacked))
         transfer.unacked.clear()
 
     def leave(self, transfer: OutgoingTransfer) -> None:
@@ -255,6 +284,11 @@ class SendWindow:
         if transfer in self._turns:
             self._turns.remove(transfer)
         self.forget_inflight(transfer)
+
+    def _forget_bytes(self, transfer: OutgoingTransfer, num_pieces: int) -> None:
+        self._inflight[transfer.peer] -= num_pieces * transfer.piece_nbytes
+        if self._inflight[transfer.peer] <= 0:
+            del self._inflight[transfer.peer]
 
     def _num_pieces_that_fit(self, transfer: OutgoingTransfer) -> int:
         """The number of pieces to send now: at least one, if there is one and the peer has no unacknowledged bytes."""

@@ -239,10 +239,7 @@ class Producer:
         )
 
     def _opened(self, transfer: OutgoingTransfer) -> Opened:
-        offer = self._identity.offer
-        pool = offer.pools.get(transfer.transport, b"")
-        is_complete, is_stuck = transfer.first_token is not None, transfer.is_awaited and self._is_stuck()
-        return Opened(transfer.key, offer.host, transfer.transport or None, pool, is_complete, is_stuck)
+        return transfer.answer(self._identity.offer, is_stuck=transfer.is_awaited and self._is_stuck())
 
     def _is_stuck(self) -> bool:
         """Whether our engine can compute nothing, and no consumer loads any of the complete prompts."""
@@ -289,7 +286,7 @@ class Producer:
         return []
 
     def _open(self, transfer: OutgoingTransfer, message: Open, peer: Peer) -> list[Effect]:
-        """The consumer has room. A repeated Open lists the arrived pieces; all others are offered again."""
+        """The consumer has room. A repeated Open lists the arrived pieces; lost ones are offered again."""
         if transfer.state is OutgoingState.EARLY:  # nothing was sent yet, so nothing can have arrived
             transfer.peer = peer
             transfer.open = replace(message, received=(), received_versions=())
@@ -301,9 +298,8 @@ class Producer:
             return [Send(peer, refused), *self._close(transfer, refused)]
         if transfer.state is OutgoingState.PREPARING:
             transfer.move_to(OutgoingState.STREAMING)
-        offered = transfer.unacked | transfer.acked
-        self._window.forget_inflight(transfer)
-        transfer.reopen(message, peer, transport)
+        offered = transfer.unacked.keys() | transfer.acked
+        self._window.reopen(transfer, message, peer, transport)
         self._counters["kv_pieces_resent"] += len(offered.intersection(transfer.unsent))
         return [Send(peer, self._opened(transfer)), *self._offer_and_end(transfer)]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kv_transfer.protocol.effects import Freed, RankTransfer, Received
-from kv_transfer.protocol.messages import Ack, Hold, Pieces, Release
+from kv_transfer.protocol.effects import Freed, RankTransfer, Received, SendPieces
+from kv_transfer.protocol.messages import Ack, Hold, Open, Pieces, Release
 from kv_transfer.protocol.outgoing import (
     BYTES_PER_TURN,
     BYTES_PER_TURN_BY_DEVICE,
@@ -14,7 +14,42 @@ from kv_transfer.protocol.outgoing import (
 )
 from kv_transfer.protocol.transports import CUDA_IPC, SHARED_MEMORY, ZMQ_TCP
 from tests.factories.hand_overs import send_all
-from tests.factories.transfer import HEARTBEAT_S, KEY, Wire, make_key, sent, start
+from tests.factories.transfer import ADDRESS, HEARTBEAT_S, KEY, Frame, Wire, honest, make_key, sent, start
+
+
+def test_pieces_that_are_long_under_way_are_not_sent_again() -> None:
+    """On a slow link, each heartbeat repeated them all. The repeated bytes delayed the link further."""
+    wire, under_way = Wire(), list[Frame]()
+
+    def delay(frame: Frame) -> list[Frame]:
+        if frame.source != ADDRESS:
+            return [frame]
+        under_way.append(frame)
+        return []
+
+    start(wire)
+    wire.tamper = delay
+    send_all(wire, 3)
+    wire.advance(3 * HEARTBEAT_S)
+    assert sorted(index for message in sent(wire, Pieces) for index in message.indices) == [0, 1, 2]
+    wire.tamper = honest
+    wire.in_flight.extend(("consumer", frame) for frame in under_way)
+    wire.deliver()
+    assert wire.producer_counters["kv_pieces_resent"] == wire.consumer_counters["kv_duplicate_messages"] == 0
+    assert {type(notification) for notification in wire.notifications} == {Received, Freed}
+    wire.assert_at_rest()
+
+
+def test_pieces_of_an_ended_connection_are_sent_again_at_once() -> None:
+    wire = Wire()
+    start(wire)
+    wire.tamper = lambda frame: [] if frame.source == ADDRESS else [frame]
+    wire.ready(0, 3)
+    wire.deliver()
+    wire.tamper = honest
+    effects = wire.producer.on_message(b"another connection", sent(wire, Open)[-1], wire.clock.now())
+    repeated = [effect.indices for effect in effects if isinstance(effect, SendPieces)]
+    assert sorted(repeated) == [(0,), (1,), (2,)]
 
 
 def test_c33_an_ack_counts_for_a_piece_that_was_about_to_be_offered_again() -> None:

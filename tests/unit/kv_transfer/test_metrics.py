@@ -120,7 +120,7 @@ def test_pieces_that_a_repeated_open_asks_for_again_count_as_resent() -> None:
     wire.deliver()
     assert wire.producer_counters["kv_pieces_resent"] == 0
     wire.tamper = honest
-    wire.advance(HEARTBEAT_S)
+    wire.advance(2 * HEARTBEAT_S)
     num_lost = sum(len(message.indices) for message in sent(wire, Pieces)) - 3
     assert wire.producer_counters["kv_pieces_resent"] == num_lost > 0
 

@@ -116,7 +116,7 @@ def test_an_unintelligible_message_fails_its_load_at_once() -> None:
     fabric.network.alter = with_changed("Open", lambda parts: parts.append(0))
     begin(fabric, prefill, decode, NUM_TOKENS)
     (failed,) = decode.output().failed_recving
-    assert "protocol mismatch with the prefill worker: Open: expected 9 fields" in failed.reason
+    assert "protocol mismatch with the prefill worker: Open: expected 10 fields" in failed.reason
     assert counters(decode)["kv_version_mismatches"] == 0
 
 
