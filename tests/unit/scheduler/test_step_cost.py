@@ -63,6 +63,8 @@ def lookups_of_enums(run: Callable[[], object]) -> Counter[str]:
         return trace
 
     former = sys.gettrace()
+    # Python 3.12 reports opcodes only if a frame has asked for them before settrace.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         run()
