@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Rewrites requirements/cpu.lock with the newest versions that pyproject.toml allows. pip resolves them in a new environment.
-# PyTorch keeps its pinned version (edit the lock by hand to change it), and CUDA packages stay out.
+# PyTorch keeps its pinned version (edit the lock by hand to change it), and CUDA packages stay out. Needs the oldest Python that
+# Baton supports: newer Pythons get newer versions of some packages, which no longer support the oldest one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 lock=requirements/cpu.lock
@@ -8,7 +9,7 @@ torch=$(sed -n 's/^torch==//p' "$lock")
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$(scripts/find_python.sh)" -m venv "$work/venv"
+"$(PYTHON=${PYTHON:-python3.11} scripts/find_python.sh)" -m venv "$work/venv"
 python=$work/venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 "$python" -m pip install --quiet --upgrade pip setuptools
