@@ -1,4 +1,4 @@
-# Every target sets up what it needs in .venv by itself; all it asks for is Python 3.11 or newer with venv.
+# Every target sets up what it needs in .venv by itself; all it asks for is Python 3.11 to 3.14 with venv.
 
 SHELL := /bin/bash
 VENV := .venv
