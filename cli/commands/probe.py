@@ -99,6 +99,9 @@ def _context(tls: TlsFiles) -> ssl.SSLContext:
             raise ConfigError(f"{flag} {path}: cannot be read: {error.strerror}") from error
     try:
         context = ssl.create_default_context(cafile=tls.ca)
+        # As in gRPC: a CA without its root is enough, and so is one that lacks extensions of RFC 5280.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if tls.ca is None:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         if tls.cert is not None:

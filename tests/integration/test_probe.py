@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
-from tests.factories.certificates import CertificateFiles
+from tests.factories.certificates import CertificateFiles, make_certificate
 from tests.factories.control_api import control_server, in_process
 from tests.factories.fleet import fleet, fleet_config
 from tests.factories.security import SECRET
@@ -95,6 +96,21 @@ def test_a_gateway_with_tls_is_asked_as_it_wants(
         cert, key = files.folder / "alice.tls.pem", files.folder / "alice.tls.key"
         own = ["--tls-cert", str(cert), "--tls-key", str(key)]
         assert main(["probe", health, *own]) == DONE
+
+
+def test_an_authority_counts_as_in_grpc(tmp_path: Path, files: CertificateFiles) -> None:
+    """One without the extensions of RFC 5280, which Python refuses from 3.13 on, and one without its root, which Python
+    refuses before."""
+    make_certificate(
+        tmp_path, "plain", (files.ca, files.folder / "ca.key"), "-addext", "basicConstraints=CA:TRUE"
+    )
+    plain = tmp_path / "plain.pem"
+    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE")
+    make_certificate(tmp_path, "gateway", (plain, tmp_path / "plain.key"), *names)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "gateway.pem", tmp_path / "gateway.key")
+    with pages(context) as address:
+        assert main(["probe", f"https://{address}/health", "--tls-ca", str(plain)]) == DONE
 
 
 async def test_a_fleet_is_well_once_it_serves(
