@@ -2,7 +2,7 @@
 # Prints a Python interpreter that can build the environment: one with venv and pip, for which every package of the lock has a
 # wheel. If PYTHON is set, only this one is tried. If there is none, says what was found, and what to do.
 set -euo pipefail
-versions=(3.13 3.12 3.11 3.14) # in the order of preference; nothing was tested on 3.14
+versions=(3.11 3.12 3.13 3.14) # the best tested first; nothing was tested on 3.14
 
 # Prints why a Python cannot be used, or nothing.
 defect() {

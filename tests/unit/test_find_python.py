@@ -49,8 +49,8 @@ def find(folder: Path, **environment: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("there", "chosen"),
     [
-        (["3.11", "3.12", "3.13", "3.14"], "python3.13"),
-        (["3.11", "3.12", "3.15"], "python3.12"),
+        (["3.11", "3.12", "3.13", "3.14"], "python3.11"),
+        (["3.12", "3.13", "3.15"], "python3.12"),
         (["3.14", "3.10"], "python3.14"),
     ],
 )
