@@ -84,6 +84,7 @@ class Gateway:
         """The model's name in clients' requests."""
         self._clock = clock
         self._incarnation = secrets.token_hex(8)
+        self._is_stopping = False
         self._metrics = GatewayMetrics(model.name, model.max_model_len)
         self._loop_lag = LoopLag(self._metrics.loop_was_late)
         self._tracing = tracing_for(config, model.name, self._incarnation)
@@ -201,10 +202,11 @@ class Gateway:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls and ends watches at once, and lets all other calls continue for `grace_s`. Then requests
-        end with an error, and other calls are cancelled. If this call is cancelled, `stop` may be called again, with a
-        shorter time.
+        """Refuses new calls and ends watches at once (for HTTP, see HttpServer.stop), and lets all other calls
+        continue for `grace_s`. Then requests end with an error, and other calls are cancelled. If this call is
+        cancelled, `stop` may be called again, with a shorter time.
         """
+        self._is_stopping = True
         self._cluster.end_watches()
         frontends = (self._grpc, self._http) if self._http else (self._grpc,)
         ending = asyncio.get_running_loop().call_later(grace_s, self._driver.end_requests)
@@ -228,6 +230,8 @@ class Gateway:
 
     def _not_ready(self) -> str | None:
         """Why no request can be served now; None if requests can be served."""
+        if self._is_stopping:
+            return "this gateway is stopping"
         roles = {status.role for status in self.workers.statuses}
         if WorkerRole.DECODE not in roles:
             return "no decode worker is reachable"

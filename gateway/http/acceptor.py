@@ -15,6 +15,9 @@ from baton.clock import Clock
 from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.protocol import TOO_MANY, BoundedH11
 
+BACKLOG = 1024
+"""So many connections may wait in the kernel to be accepted."""
+
 HANDSHAKE_TIMEOUT_S = 10.0
 """Longest time from the accept of a connection to the end of its TLS handshake."""
 
@@ -39,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """One instance is used once: `start`, `close`, then `join`. Each connection has a task, which ends with
-    it."""
+    """One instance is used once: `start`, `stop_listening`, then `cancel_handshakes`; `join` at any time. Each
+    connection has a task, which ends with it."""
 
     def __init__(
         self,
@@ -72,14 +75,20 @@ class Acceptor:
         self._listener = listener
         self._listen()
 
-    def close(self) -> None:
-        """Stops accepting, and cancels unfinished handshakes. May be called more than once, and before
-        `start`."""
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener = None
+    def stop_listening(self) -> None:
+        """Accepts the connections that wait in the kernel, and no further ones. The kernel would reset those that wait
+        when the socket is closed, although their clients may have sent requests."""
+        if self._listener is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._listener)
         if self._resume is not None:
             self._resume.cancel()
+        for _ in range(BACKLOG):  # more may come meanwhile
+            if self._accept_one(self._listener) is not None:
+                break
+        self._listener = None
+
+    def cancel_handshakes(self) -> None:
         for protocol, task in self._tasks.items():
             if not protocol.is_established:
                 task.cancel()
@@ -96,14 +105,20 @@ class Acceptor:
 
     def _accept_some(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN):
-            try:
-                connection, address = listener.accept()
-            except OSError as error:  # the most frequent cause: no file descriptors left
+            if (error := self._accept_one(listener)) is not None:
                 if error.errno in _EXHAUSTED:
                     self._pause(listener, error)
                 return
-            connection.setblocking(False)
-            self._begin_connection(connection, address[0])
+
+    def _accept_one(self, listener: socket.socket) -> OSError | None:
+        """Returns why there is no further connection now; None if one was accepted."""
+        try:
+            connection, address = listener.accept()
+        except OSError as error:  # none waits; or no file descriptors are left
+            return error
+        connection.setblocking(False)
+        self._begin_connection(connection, address[0])
+        return None
 
     def _pause(self, listener: socket.socket, error: OSError) -> None:
         loop = asyncio.get_running_loop()

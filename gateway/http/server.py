@@ -7,21 +7,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.system.watched import Watched
 from gateway.auth.certificates import Certificates
-from gateway.http.acceptor import Acceptor
+from gateway.http.acceptor import BACKLOG, Acceptor
 from gateway.http.connection_places import ConnectionPlaces
 from gateway.http.paced_parser import ReadTurns
 from gateway.http.protocol import BoundedH11
 
-BACKLOG = 1024
-
 SEND_BUFFER_BYTES = 128 * 1024
 """Requested size of the kernel's send buffer of each connection; the kernel allocates twice as much."""
+
+LAST_REQUESTS_S = 1.0
+"""How long a stopping gateway still takes requests on open connections. A proxy may have sent one before it learns that
+the connection ends, and can send it to no other gateway: the request may not be one to repeat."""
 
 LAST_RESPONSES_S = 1.0
 """How long a stopping gateway waits for its last responses to be sent, and for cancelled requests to end."""
@@ -53,7 +56,7 @@ class HttpServer:
         acceptor = Acceptor(self._protocol, tls, self._places, on_refused, clock)
         self._server = _Server(
             uvicorn.Config(
-                app,
+                self._closing_when_stopping(app),
                 http="h11",
                 ws="none",
                 lifespan="off",  # so every scope is that of a request, and no middleware checks this
@@ -86,8 +89,8 @@ class HttpServer:
             await self._serving
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new requests. Running requests may continue for `grace_s`; then they end as if their
-        clients had disconnected."""
+        """Refuses new connections. Each open connection closes after its answer, or LAST_REQUESTS_S after the last one
+        if no request comes. Requests may continue for `grace_s`; then they end as if their clients had disconnected."""
         if self._serving is None:
             return
         self._server.grace_s = grace_s
@@ -107,6 +110,20 @@ class HttpServer:
             write_timeout_s=self._write_timeout_s,
             on_refused=self._on_refused,
         )
+
+    def _closing_when_stopping(self, app: ASGIApp) -> ASGIApp:
+        """The application, whose answers tell clients of a stopping server to send no further request on their
+        connection."""
+
+        async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_last(message: Message) -> None:
+                if message["type"] == "http.response.start" and self._server.should_exit:
+                    MutableHeaders(scope=message)["connection"] = "close"
+                await send(message)
+
+            await app(scope, receive, send_last)
+
+        return closing
 
 
 def _set_up(listener: socket.socket, write_timeout_s: float) -> None:
@@ -149,12 +166,15 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Replaces uvicorn's `shutdown`, which polls open connections ten times a second, and logs an error if some
         stay open."""
-        self.acceptor.close()
+        self.acceptor.stop_listening()
         for listener in sockets or []:
             listener.close()
+        last_requests_s = min(LAST_REQUESTS_S, self.grace_s)
+        await self.acceptor.join(last_requests_s)
+        self.acceptor.cancel_handshakes()
         for connection in self._connections:
             connection.shutdown()
-        await self._wait_until_closed(self.grace_s)
+        await self._wait_until_closed(self.grace_s - last_requests_s)
         for connection in self._connections:
             connection.end()
         await self._wait_until_closed(LAST_RESPONSES_S)

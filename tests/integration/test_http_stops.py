@@ -1,15 +1,19 @@
 """A stopping gateway as its clients see it; neither that nor malformed input is logged."""
 
 import asyncio
+import json
 import logging
+import socket
 from collections.abc import Coroutine
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.client import GatewayError
-from tests.factories.gateway import GatewayUnderTest, beginning, gateway_with, outputs_of, silent
+from tests.factories.gateway import GatewayUnderTest, answering, beginning, gateway_with, outputs_of, silent
+from tests.factories.strangers import strangers
 
 STOPS = "this gateway is shutting down; use another one, or try again later"
 
@@ -20,6 +24,12 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 def completion(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": [5, 6, 7], **fields}
+
+
+def read_answer(client: socket.socket) -> tuple[HTTPResponse, bytes]:
+    with HTTPResponse(client) as response:
+        response.begin()
+        return response, response.read()
 
 
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -47,6 +57,58 @@ def test_running_requests_may_end_and_an_idle_connection_delays_no_shutdown(
 
     run(test())
     assert complaints(caplog) == []
+
+
+def test_requests_that_were_sent_before_a_client_knows_of_the_stop_are_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy has just sent one on an open connection, and another on a connection that is not accepted yet. It sends
+    no further request there, since the answers close their connections."""
+    monkeypatch.setattr("gateway.http.server.LAST_REQUESTS_S", 60.0)
+    body = json.dumps(completion(max_tokens=2)).encode()
+    head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    question = b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body
+
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": answering([8, 9])}) as under_test:
+            gateway = under_test.gateway
+            assert gateway._http is not None
+            with strangers(gateway.http_port, 1, question) as clients:
+                first, _ = await asyncio.to_thread(read_answer, clients[0])
+                assert (first.status, first.getheader("connection")) == (200, None)
+                shutdown = gateway._http._server.shutdown
+
+                async def shutdown_after_requests(sockets: list[socket.socket] | None = None) -> None:
+                    clients.append(socket.create_connection(("127.0.0.1", gateway.http_port), timeout=60.0))
+                    for client in clients:
+                        client.sendall(question)
+                    await shutdown(sockets)
+
+                monkeypatch.setattr(gateway._http._server, "shutdown", shutdown_after_requests)
+                stopping = asyncio.create_task(gateway.stop(grace_s=60.0))
+                await under_test.until(lambda: len(clients) == 2)
+                for client in clients:
+                    last, answer = await asyncio.to_thread(read_answer, client)
+                    assert (last.status, last.getheader("connection")) == (200, "close"), answer
+                clients[1].close()
+                await stopping
+
+    run(test())
+
+
+def test_a_stopping_gateway_is_not_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.http.server.LAST_REQUESTS_S", 60.0)
+
+    async def test() -> None:
+        async with gateway_with(folder, {}, {"d0": silent}) as under_test, under_test.http() as client:
+            assert (await client.get("/ready")).status_code == 200
+            stopping = asyncio.create_task(under_test.gateway.stop(grace_s=60.0))
+            await under_test.until(lambda: not listens(under_test))
+            refused = await client.get("/ready")
+            assert (refused.status_code, refused.json()["reason"]) == (503, "this gateway is stopping")
+            await stopping
+
+    run(test())
 
 
 def listens(under_test: GatewayUnderTest) -> bool:

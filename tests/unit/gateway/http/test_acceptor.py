@@ -55,7 +55,7 @@ async def test_without_files_it_does_not_try_again_at_once(
         for _ in range(100):  # turns of the event loop, in each of which the socket is readable
             await asyncio.sleep(0)
         assert listener.num_attempts == 1
-        accepting.close()
+        accepting.stop_listening()
     (line,) = lines(caplog)
     assert "cannot accept HTTP connections: Too many open files" in line
 
@@ -72,5 +72,5 @@ async def test_a_lack_of_files_is_logged_once_a_minute_with_the_number_of_attemp
         async with asyncio.timeout(30):
             while listener.num_attempts < 2 * LOG_INTERVAL_S + 2:
                 await asyncio.sleep(0)
-        accepting.close()
+        accepting.stop_listening()
     assert [line.partition("(")[2].partition(" ")[0] for line in lines(caplog)[:3]] == ["1", "60", "60"]
