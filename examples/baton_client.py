@@ -9,9 +9,9 @@
 Pass the addresses of all gateways of a fleet. The client uses them in turn. If a gateway does not answer or dies, its
 requests continue on another gateway.
 
-* The client retries after UNAVAILABLE (no gateway, or no worker) and RESOURCE_EXHAUSTED (no room). A request has at
-  most `Retry.attempts` attempts. The wait doubles each time, and is at least as long as the gateway suggests
-  (`retry-after-ms`). All other errors are raised at once.
+* The client retries after UNAVAILABLE (no gateway, or no worker), CANCELLED (from a gateway that stops) and
+  RESOURCE_EXHAUSTED (no room). A request has at most `Retry.attempts` attempts. The wait doubles each time, and is at
+  least as long as the gateway suggests (`retry-after-ms`). All other errors are raised at once.
 * The caller gets each token once. If a stream breaks, the client sends the request again with the same seed (it draws
   one if the caller gives none). So another gateway's answer begins with the same tokens. The client compares them, and
   leaves them out. If they differ, for example after an update of the model, the error is DATA_LOSS.
@@ -47,6 +47,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _FREE_NAME_TIMEOUT_S = 2.0
+_UNREACHABLE = ("UNAVAILABLE", "CANCELLED")
+"""Statuses after which another gateway may answer. With CANCELLED, gRPC ends calls that a stopping gateway has not
+begun."""
 _MODES = {
     None: pb.ROUTING_MODE_UNSPECIFIED,
     "disaggregated": pb.ROUTING_MODE_DISAGGREGATED,
@@ -304,7 +307,7 @@ class BatonClient:
         is_final = failed >= self._retry.attempts or (answer.token_ids and not self._retry.may_resume)
         if is_final or not _may_pass(error):
             raise error
-        if error.code == "UNAVAILABLE" and failed % len(self._stubs):
+        if error.code in _UNREACHABLE and failed % len(self._stubs):
             return  # this gateway is unreachable, so try the next one at once
         wait_s = self._retry.wait_s(failed, error.retry_after_s, self._rng)
         if deadline is not None and time.monotonic() + wait_s >= deadline:
@@ -410,7 +413,7 @@ def _finish(finish: pb.Finish) -> Finish:
 def _may_pass(error: BatonError) -> bool:
     """Whether a retry may succeed. RESOURCE_EXHAUSTED without `retry-after-ms` means that a message is too large."""
     is_overloaded = error.code == "RESOURCE_EXHAUSTED" and error.retry_after_s is not None
-    return error.code == "UNAVAILABLE" or is_overloaded
+    return error.code in _UNREACHABLE or is_overloaded
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> BatonError:

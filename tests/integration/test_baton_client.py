@@ -128,6 +128,12 @@ async def test_lost_workers_are_skipped() -> None:
     assert await ask(Gateway(WHOLE), before=[NOWHERE]) == ([1, 2, 3, 4], "abcd")
 
 
+async def test_a_call_that_a_stopping_gateway_did_not_begin_goes_to_the_next() -> None:
+    """gRPC ends such calls with CANCELLED."""
+    not_begun = [Ending(grpc.StatusCode.CANCELLED, "CANCELLED")]
+    assert await ask(Gateway(not_begun), Gateway(WHOLE)) == ([1, 2, 3, 4], "abcd")
+
+
 async def test_no_room_is_waited_out_as_long_as_the_gateway_says() -> None:
     full = [Ending(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", retry_after_ms="300")]
     gateway = Gateway(full, WHOLE)
