@@ -253,7 +253,8 @@ def test_c32_only_blocks_that_may_be_written_are_quarantined() -> None:
     run_step(scheduler, runner)
     assert connector.started[request.request_id][1] == 4  # the rest is in the local prefix cache
     scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
-    assert scheduler.kv_block_counts().quarantined == 1
+    blocks = scheduler.kv_block_counts()
+    assert (blocks.quarantined, blocks.free) == (1, blocks.total - 1)
 
 
 def test_c32_an_abort_after_arrival_frees_at_once() -> None:
