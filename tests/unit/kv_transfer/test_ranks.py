@@ -5,7 +5,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from baton.kv import KVTransferParams, TransferRole, WorkerRef
-from baton.step import FailedKV, KVConnectorOutput
+from baton.step import FailedKV, KVConnectorOutput, ReceivedKV
 from baton.transfer import TransferEventKind
 from kv_transfer.commands import (
     AbortLoad,
@@ -212,6 +212,20 @@ def test_c31_a_load_is_postponed_only_if_all_ranks_postponed_it(are_postponed: t
     first, second = (FailedKV("r", 1, "why", is_postponed=is_postponed) for is_postponed in are_postponed)
     assert isinstance(loads.failed(0, first), GiveUp)
     assert loads.failed(1, second) == FailedKV("r", 1, "why", is_postponed=all(are_postponed))
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_c47_a_report_of_a_part_that_reported_before_or_of_an_unknown_load_means_nothing(
+    has_begun: bool,
+) -> None:
+    loads: Loads[int] = Loads()
+    arrived, failed = ReceivedKV("r", TOKEN, 1, 0.1, 0.1), FailedKV("r", 1, "why")
+    if has_begun:
+        loads.begin(LoadBlocks("r", 0, (1,)), range(2))
+        assert loads.arrived(0, arrived) is None
+    assert loads.arrived(0, arrived) is loads.failed(0, failed) is loads.quiesced("r", 0) is None
+    if has_begun:
+        assert loads.arrived(1, arrived) == ReceivedKV("r", TOKEN, 2, 0.1, 0.1), "each part counts once"
 
 
 @pytest.mark.parametrize("num_consumers", [1, 2])
