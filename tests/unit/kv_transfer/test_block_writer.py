@@ -71,3 +71,19 @@ def test_pieces_that_are_missing_or_differ_from_their_checksums_are_damaged(
         assert (written.num_arrived, written.damaged) == (num_arrived, damaged)
     written = received(make_pool, (), PAYLOAD[:2], has_checksums=False)
     assert (written.num_arrived, written.damaged) == (1, {6}), "no checksums were required"
+
+
+def test_nothing_is_written_once_a_writer_is_closed() -> None:
+    driver = FakeDriver(FakeHost())
+    driver.is_slow = True
+    pool = DeviceKVBytes(
+        DeviceBlocks(CudaMemory(NUM_BLOCKS * BLOCK_NBYTES, 0, driver), BLOCK_NBYTES), FINGERPRINT
+    )
+    writer = BlockWriter(pool)
+    message = Pieces(KEY, 0, INDICES, (0, 1, 2), CHECKSUMS)
+    wanted = WantedPieces(message, "zmq_tcp", True, [0], [INDICES[0]], [7])
+    writer.receive(wanted, pool.pieces(RankLayout(16, 1)), [PAYLOAD.reshape(-1)])
+    assert driver.queued
+    writer.close()
+    assert not driver.queued
+    assert not driver.streams
