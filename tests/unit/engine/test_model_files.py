@@ -190,6 +190,7 @@ def test_a_stack_without_numbers_is_not_divided_into_experts(tmp_path: Path) -> 
         b"\x40" + bytes(7) + b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}    123',
         b"\x3f" + bytes(7) + b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4.0]}}' + b" 1234",
         b"\x3f" + bytes(7) + b'{"a": {"dtype": "U8", "shape": [4.5], "data_offsets": [0, 4]}}' + b" 1234",
+        b"\x41" + bytes(7) + b'{"a": {"dtype": "U8", "shape": [-2, -2], "data_offsets": [0, 4]}}' + b"1234",
     ],
 )
 def test_a_damaged_header_names_its_file(tmp_path: Path, content: bytes) -> None:
