@@ -17,3 +17,9 @@ def test_a_turn_lasts_until_all_of_the_group_have_passed_or_no_other_finds_room(
     assert trial.group == {"b"}
     assert not trial.step_computed(9, {}, 10), "it finds no room at all, so it need not be tried"
     assert trial.group is None
+
+
+def test_a_request_whose_step_had_others_that_have_ended_has_the_first_turn() -> None:
+    trial = Trial()
+    assert trial.step_failed({"a": 9}, 5, was_alone=False) is None
+    assert trial.group == {"a"}
