@@ -23,3 +23,14 @@ def test_a_request_whose_step_had_others_that_have_ended_has_the_first_turn() ->
     trial = Trial()
     assert trial.step_failed({"a": 9}, 5, was_alone=False) is None
     assert trial.group == {"a"}
+
+
+def test_another_trial_knows_of_no_request_that_has_passed() -> None:
+    trial = Trial()
+    trial.step_failed(dict.fromkeys("ab", 9), 5, was_alone=False)
+    trial.step_computed(5, {"a": 9}, 6)
+    trial.step_computed(6, {"b": 9}, 7)
+    have_passed = [trial.has_passed]
+    trial.step_failed(dict.fromkeys("ab", 9), 8, was_alone=False)
+    have_passed.append(trial.has_passed)
+    assert have_passed == [True, False]
