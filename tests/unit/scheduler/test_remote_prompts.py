@@ -94,6 +94,7 @@ def test_c29_a_received_prompt_takes_the_next_slot_that_is_free() -> None:
     scheduler.add_request(late)
     run_step(scheduler, runner)
     scheduler.update_connector_output(received(request))
+    assert scheduler.waiting_ids(5) == (request.request_id, late.request_id)
     order = [list(run_step(scheduler, runner)[0].num_scheduled_tokens) for _ in range(3)]
     assert order == [[local.request_id], [local.request_id], [request.request_id]]
     assert scheduler.request_counts() == RequestCounts(running=1, waiting=1, waiting_for_remote_kvs=0)
@@ -194,15 +195,18 @@ def test_c31_loads_do_not_pile_up_beyond_the_slots_and_keep_their_place() -> Non
     assert list(connector.started) == [request.request_id for request in consumers]
 
 
-def test_c31_what_a_half_computed_prompt_still_needs_is_not_given_to_a_load() -> None:
+@pytest.mark.parametrize("is_new", [False, True])
+def test_c31_what_a_half_computed_prompt_still_needs_is_not_given_to_a_load(is_new: bool) -> None:
     connector = FakeConnector()
     runner = FakeRunner(memory=connector.memory)
-    scheduler = make_scheduler(connector, num_blocks=9, max_num_batched_tokens=16)
-    scheduler.add_request(make_request(80, max_tokens=1))  # needs five of eight blocks, holds one
-    run_step(scheduler, runner)
+    scheduler = make_scheduler(connector, num_blocks=11, max_num_batched_tokens=16)
+    scheduler.add_request(make_request(16, role=CONSUMER))  # takes two of ten blocks
+    scheduler.add_request(make_request(80, max_tokens=1))  # needs five of the others, holds one
+    if not is_new:
+        run_step(scheduler, runner)
     scheduler.add_request(make_request(60, role=CONSUMER))  # needs four: free, but spoken for
     run_step(scheduler, runner)
-    assert connector.started == {}
+    assert len(connector.started) == 1
 
 
 def test_c31_loads_that_fill_the_pool_can_all_take_their_first_step() -> None:
@@ -274,6 +278,7 @@ def test_c33_late_double_and_unknown_completions_are_counted_and_ignored() -> No
         failed(request),
         received(stranger),
         KVConnectorOutput(finished_sending=("nobody",), quiesced=("nobody", request.request_id)),
+        KVConnectorOutput(unwanted=("nobody", request.request_id)),
     ):
         assert scheduler.update_connector_output(news) == {}
         scheduler.check_integrity()
