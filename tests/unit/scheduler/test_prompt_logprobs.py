@@ -50,6 +50,15 @@ def test_they_are_collected_over_chunks_and_come_once_with_token_0() -> None:
     assert output.prompt_logprobs is None
 
 
+def test_a_request_beside_it_that_wants_none_gets_none() -> None:
+    scheduler, runner = make_scheduler(), FakeRunner()
+    request = make_request(20, prompt_logprobs=0)
+    scheduler.add_request(request)
+    scheduler.add_request(make_request(20))
+    _, outputs = step(scheduler, runner, request, prompt_logprobs(1, 20))
+    assert [output.prompt_logprobs is None for output in outputs] == [False, True]
+
+
 def test_a_prompt_of_one_token_has_none_but_says_so() -> None:
     scheduler, runner = make_scheduler(), FakeRunner()
     scheduler.add_request(request := make_request(1, prompt_logprobs=0))
