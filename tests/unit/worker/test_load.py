@@ -92,6 +92,10 @@ def test_what_waits_is_what_is_to_be_computed_here() -> None:
     assert (load.num_prompt_tokens, load.oldest_arrival) == (140, 7.0)
     elsewhere.may_load = False  # its prompt did not come: it is computed here
     assert waiting_load([elsewhere]).num_prompt_tokens == 100
+    elsewhere.num_computed_tokens = 100
+    elsewhere.all_token_ids.append(7)  # its prompt came, and token 0 with it
+    load = waiting_load([elsewhere])
+    assert (load.num_prompt_tokens, load.oldest_arrival) == (0, 1.0)
     assert waiting_load([]).oldest_arrival is None
 
 
