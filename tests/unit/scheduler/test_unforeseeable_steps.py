@@ -5,13 +5,22 @@ A driver that plans ahead regardless shows what the scheduler plans then; `Engin
 
 import pytest
 
+from baton.kv import TransferRole
 from baton.kv_groups import KVGroups
 from baton.sampling import GrammarKind, StructuredOutput
 from baton.step import SchedulerOutput
 from scheduler import Request, RequestStatus
 from tests.factories.driving import Driver
 from tests.factories.paged_memory import PagedMemory
-from tests.factories.scheduling import FakeRunner, Guess, flatten, make_request, make_scheduler, token_at
+from tests.factories.scheduling import (
+    FakeConnector,
+    FakeRunner,
+    Guess,
+    flatten,
+    make_request,
+    make_scheduler,
+    token_at,
+)
 
 NUM_DRAFTS = 3
 GRAMMAR = StructuredOutput(GrammarKind.REGEX, "whatever the runner says")
@@ -107,6 +116,13 @@ def test_c11_without_drafts_and_grammars_an_engine_need_not_wait() -> None:
         assert driver.under_way
         assert not driver.scheduler.awaits_output
     driver.run_to_end()
+
+
+def test_c11_a_prompt_for_another_worker_has_no_drafts_so_an_engine_need_not_wait() -> None:
+    scheduler = make_scheduler(FakeConnector(), async_scheduling=True, num_speculative_tokens=3)
+    scheduler.add_request(make_request(role=TransferRole.PRODUCER))
+    assert scheduler.schedule().num_scheduled_tokens
+    assert not scheduler.awaits_output
 
 
 def test_c61_drafts_that_come_while_the_next_step_is_under_way_are_too_late_and_the_one_after_waits() -> None:
