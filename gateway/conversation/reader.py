@@ -57,7 +57,13 @@ class Reader:
         self._text = ""
         self._at = 0
         self._mark: int | None = None
-        """The position where the attempt began; `rewind` returns to it. None: there is no attempt."""
+        """The position where the attempt began, or 0 if it began before `_text`; `rewind` returns to its beginning.
+        None: there is no attempt."""
+        self._before: list[str] = []
+        """The part of the attempt that was read before the last push. `_text` does not have it: then each push would
+        copy the whole attempt."""
+        self._num_before = 0
+        """The number of characters in `_before`."""
         self._limit = MAX_ATTEMPT_CHARACTERS
         self._is_ended = False
         self._cut_at: int | None = None
@@ -66,10 +72,12 @@ class Reader:
         """True if the attempt reached the end of the whole text."""
 
     def push(self, text: str) -> None:
-        keep = self._at if self._mark is None else self._mark
-        self._text = self._text[keep:] + text
-        self._at -= keep
-        self._mark = None if self._mark is None else 0
+        if self._mark is not None:
+            self._before.append(self._text[self._mark : self._at])
+            self._num_before += self._at - self._mark
+            self._mark = 0
+        self._text = self._text[self._at :] + text
+        self._at = 0
 
     def end(self) -> None:
         """Call this when no more text follows."""
@@ -86,16 +94,18 @@ class Reader:
     def num_tried(self) -> int:
         """How many characters the attempt has read so far."""
         assert self._mark is not None, "no attempt has begun"
-        return self._at - self._mark
+        return self._num_before + self._at - self._mark
 
     def commit(self) -> None:
         """Ends the attempt with success: the text since `begin_attempt` stays read."""
         self._mark = None
+        self._before.clear()
+        self._num_before = 0
 
     def rewind(self) -> None:
         """Ends the attempt without success: the text since `begin_attempt` will be read again."""
-        assert self._mark is not None, "no attempt has begun"
-        self._at, self._mark = self._mark, None
+        self._return_to(0)
+        self._mark = None
         if self.has_met_end:
             self._cut_at = self._at
 
@@ -120,7 +130,7 @@ class Reader:
                 self.has_met_end = True
                 return ""
             yield
-        if self._mark is not None and self._at - self._mark >= self._limit:
+        if self._mark is not None and self.num_tried >= self._limit:
             return ""
         return self._text[self._at]
 
@@ -140,11 +150,10 @@ class Reader:
 
     def skip_if_next(self, literal: str) -> Steps[bool]:
         """Reads `literal` if it comes next; otherwise reads nothing. An attempt must be open."""
-        assert self._mark is not None, "no attempt has begun"
-        begin = self._at - self._mark
+        begin = self.num_tried
         if (yield from self.skip(literal)):
             return True
-        self._at = self._mark + begin
+        self._return_to(begin)
         return False
 
     def skip_spaces(self) -> Steps[None]:
@@ -280,6 +289,17 @@ class Reader:
                 return False
             yield
             begin = self._at
+
+    def _return_to(self, num_tried: int) -> None:
+        """Makes everything unread but the attempt's first `num_tried` characters."""
+        assert self._mark is not None, "no attempt has begun"
+        returned = [self._text]
+        while self._num_before > num_tried:
+            returned.append(self._before.pop())
+            self._num_before -= len(returned[-1])
+        if len(returned) > 1:
+            self._text = "".join(reversed(returned))
+        self._at = self._mark + num_tried - self._num_before
 
     def _num_spaces(self, end: int) -> int:
         """The number of spaces that the unread text has before `end`, at most MAX_HELD_SPACES."""

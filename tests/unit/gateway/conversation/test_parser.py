@@ -175,6 +175,19 @@ def test_many_values_of_a_large_schema_cost_time_in_proportion(keyword: str) -> 
     expect_cost_in_proportion(prepare, 4_000)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen_coder", "glm"])
+def test_a_long_guided_value_costs_time_in_proportion(family: str) -> None:
+    tool = Tool("f", None, {"properties": {"a": {"type": "array"}}}, strict=True)
+    chat = replace(ASKED, tools=(tool,))
+
+    def prepare(length: int) -> Callable[[], object]:
+        call = TAGGED[family].format(f'["{"x" * length}"]')
+        return lambda: parts_of(format_of(family), [*call], chat)
+
+    expect_cost_in_proportion(prepare, 400_000)
+
+
 @pytest.mark.parametrize(
     ("family", "begin"),
     [
