@@ -1,9 +1,13 @@
 """What the bodies of all APIs have in common: strict fields, and fields that are refused by name."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError, PydanticKnownError
+
+from gateway.strict_json import MAX_INTEGER, MIN_INTEGER
+
+T = TypeVar("T")
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -14,6 +18,16 @@ def _refuse(value: object) -> None:
     if value is not None:
         raise PydanticCustomError("not_supported", "this field is not supported; remove it")
 
+
+def _without_zero_fraction(value: object) -> object:
+    if isinstance(value, float) and value.is_integer() and MIN_INTEGER <= value <= MAX_INTEGER:
+        return int(value)
+    return value
+
+
+Whole = Annotated[T, BeforeValidator(_without_zero_fraction)]
+"""`Whole[int]` and `Whole[int | None]` are the types of fields with one integer, which may be written `5.0`. Some
+languages have only one type of number, and JSON Schema calls 5.0 an integer, too."""
 
 PARSED = "Accepted and ignored: `parse` and `stream` of the `openai` package add what they read."
 """The description of the fields that this package adds to an answer, and then sends back with it."""

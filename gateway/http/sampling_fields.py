@@ -17,7 +17,7 @@ from baton.sampling import (
     SamplingParams,
     StructuredOutput,
 )
-from gateway.http.body import MAX_TOKEN_ID, Body, TokenId
+from gateway.http.body import MAX_TOKEN_ID, Body, TokenId, Whole
 from gateway.routing.placement import Mode
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -63,16 +63,16 @@ class SamplingFields(Body):
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    seed: Whole[int | None] = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = Field(
         None, description="By token id, in quotes, since JSON's keys are strings."
     )
 
     # Extensions to OpenAI's API; names and meanings are vLLM's.
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 and -1 keep every token.")
+    top_k: Whole[int | None] = Field(None, ge=-1, le=MAX_TOKEN_ID, description="0 and -1 keep every token.")
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100.0)
-    min_tokens: int | None = Field(None, ge=0, description="At most max_tokens.")
+    min_tokens: Whole[int | None] = Field(None, ge=0, description="At most max_tokens.")
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     cache_salt: str | None = Field(
@@ -84,12 +84,12 @@ class SamplingFields(Body):
     skip_reading_prefix_cache: bool | None = Field(
         None, description="Compute the whole prompt; its blocks are still written to the prefix cache."
     )
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower values go first.")
+    priority: Whole[int | None] = Field(None, ge=-(2**31), le=2**31 - 1, description="Lower values go first.")
     # Baton's own extensions
     routing_mode: Literal["disaggregated", "local"] | None = Field(
         None, description="Prefill and decode on two workers, or everything on a decode worker."
     )
-    max_model_len: int | None = Field(
+    max_model_len: Whole[int | None] = Field(
         None,
         ge=1,
         description="The answer ends when prompt and answer together have this many tokens; at most the model's limit.",

@@ -20,7 +20,7 @@ from gateway.http.anthropic.output import (
     reasoning_of,
 )
 from gateway.http.anthropic.tools import ChoiceBody, Tools, tool_choice_of, tools_of
-from gateway.http.body import Body, NotSupported
+from gateway.http.body import Body, NotSupported, Whole
 from gateway.http.sampling_fields import ModelName, RequestId, SamplingFields, Stop
 
 
@@ -83,7 +83,7 @@ class MessagesRequest(CountTokensRequest, SamplingFields):
     """Anthropic's fields work as Anthropic documents them, except as described here. Other fields are
     extensions; they have the same names as in chat completions."""
 
-    max_tokens: int = Field(ge=1, description="At most as many as the prompt leaves room for.")
+    max_tokens: Whole[int] = Field(ge=1, description="At most as many as the prompt leaves room for.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     metadata: Metadata | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body
+from gateway.http.body import Body, Whole
 
 Display = Literal["summarized", "omitted", "updates"]
 """How much of the thinking the client gets. Claude Code sends `updates`, a value of the beta API."""
@@ -15,7 +15,7 @@ class EnabledThinking(Body):
     """The model thinks before it answers."""
 
     type: Literal["enabled"]
-    budget_tokens: int = Field(
+    budget_tokens: Whole[int] = Field(
         ge=1, description="At most this many tokens of thinking; less than max_tokens."
     )
     display: Display | None = Field(

@@ -8,7 +8,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.conversation import Conversation
 from gateway.conversation.template import MAX_OPTIONS, TemplateValue, check_template_options
-from gateway.http.body import NotSupported, OnlyFalse
+from gateway.http.body import NotSupported, OnlyFalse, Whole
 from gateway.http.openai.fields import Effort, GenerationFields, reasoning_of
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import NamedTool, ToolChoiceField, Tools, tool_choice_of, tools_of
@@ -21,13 +21,13 @@ class ChatCompletionRequest(GenerationFields):
     """OpenAI's fields work as OpenAI documents them, except as described here."""
 
     messages: Messages
-    max_completion_tokens: int | None = Field(
+    max_completion_tokens: Whole[int | None] = Field(
         None,
         ge=1,
         description="OpenAI's newer name for max_tokens. Default: all that the prompt leaves room for.",
     )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
+    top_logprobs: Whole[int | None] = Field(None, ge=0, le=MAX_LOGPROBS, description="Needs logprobs: true.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
     tools: Tools | None = Field(None, description="Functions that the model may call; the client runs them.")
     tool_choice: ToolChoiceField | None = Field(
@@ -46,7 +46,7 @@ class ChatCompletionRequest(GenerationFields):
     include_reasoning: bool | None = Field(
         None, description="false leaves the model's reasoning out of the answer. Default: true."
     )
-    thinking_token_budget: int | None = Field(
+    thinking_token_budget: Whole[int | None] = Field(
         None, ge=0, le=2**31 - 1, description="At most this many tokens of reasoning."
     )
     chat_template_kwargs: TemplateOptions | None = Field(

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
-from gateway.http.body import NotSupported, TokenId
+from gateway.http.body import NotSupported, TokenId, Whole
 from gateway.http.openai.fields import GenerationFields
 
 DEFAULT_MAX_TOKENS = 16
@@ -47,16 +47,16 @@ class CompletionRequest(GenerationFields):
     prompt: AnyPrompt = Field(
         description="A text, or a list of token ids; or a list of such prompts. Each prompt gets n answers, in order."
     )
-    max_tokens: int | None = Field(
+    max_tokens: Whole[int | None] = Field(
         None,
         ge=0,
         description=f"Default {DEFAULT_MAX_TOKENS}; at most what the prompt leaves room for. 0 only with echo.",
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Whole[int | None] = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = Field(
         None, description="Repeat the prompt before the answer. logprobs then begin with the prompt's tokens."
     )
-    best_of: int | None = Field(None, ge=1, description="Must equal n: all answers are returned.")
+    best_of: Whole[int | None] = Field(None, ge=1, description="Must equal n: all answers are returned.")
     suffix: NotSupported = None
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body, OnlyFalse
+from gateway.http.body import Body, OnlyFalse, Whole
 from gateway.http.openai.structured import (
     OldGuided,
     ResponseFormat,
@@ -47,10 +47,12 @@ class GenerationFields(SamplingFields):
 
     prompt_cache_key: PromptCacheKey | None = None
     model: ModelName
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Number of independent answers.")
+    n: Whole[int | None] = Field(None, ge=1, le=MAX_CHOICES, description="Number of independent answers.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, description="At most as many as the prompt leaves room for.")
+    max_tokens: Whole[int | None] = Field(
+        None, ge=1, description="At most as many as the prompt leaves room for."
+    )
     user: str | None = Field(None, max_length=1024, description="Accepted and ignored.")
 
     # Extensions to OpenAI's API; names and meanings are vLLM's.
@@ -61,7 +63,7 @@ class GenerationFields(SamplingFields):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Grammar that the answer must match."
     )
-    prompt_logprobs: int | None = Field(
+    prompt_logprobs: Whole[int | None] = Field(
         None,
         ge=0,
         le=MAX_LOGPROBS,

@@ -8,7 +8,7 @@ from pydantic import Field
 from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
 from gateway.conversation.checks import MAX_CALLS, MAX_MESSAGES, with_tools_named
-from gateway.http.body import PARSED, Body, NotSupported
+from gateway.http.body import PARSED, Body, NotSupported, Whole
 
 T = TypeVar("T")
 
@@ -95,7 +95,9 @@ class Call(Body):
     id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
     type: Literal["function"] | None = None
     function: CalledFunction
-    index: int | None = Field(None, ge=0, description="Accepted and ignored: pieces of streams have it.")
+    index: Whole[int | None] = Field(
+        None, ge=0, description="Accepted and ignored: pieces of streams have it."
+    )
 
     def as_tool_call(self) -> ToolCall:
         arguments = self.function.arguments

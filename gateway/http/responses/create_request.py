@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body, NotSupported, OnlyFalse
+from gateway.http.body import Body, NotSupported, OnlyFalse, Whole
 from gateway.http.openai.fields import Effort, reasoning_of
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
 from gateway.http.responses.tools import MAX_TOOLS, ResponseTool, ToolChoiceField
@@ -142,15 +142,17 @@ class ResponseRequest(PromptFields, SamplingFields):
     """OpenAI's fields work as OpenAI documents them, except as described here."""
 
     model: ModelName
-    max_output_tokens: int | None = Field(
+    max_output_tokens: Whole[int | None] = Field(
         None,
         ge=1,
         description="Reasoning and calls included; by default all that the prompt leaves room for.",
     )
-    max_tool_calls: int | None = Field(
+    max_tool_calls: Whole[int | None] = Field(
         None, ge=1, description="Accepted without effect: it limits hosted tools, and Baton has none."
     )
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description=f"Needs include: {LOGPROBS}.")
+    top_logprobs: Whole[int | None] = Field(
+        None, ge=0, le=MAX_LOGPROBS, description=f"Needs include: {LOGPROBS}."
+    )
     include: (
         Annotated[
             list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=8)
