@@ -32,7 +32,7 @@ class JsonObjectFormat(Body):
 class JsonSchema(Body):
     """A schema with its name, as OpenAI's clients send it."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted and ignored.")
+    name: str = Field(description="Accepted and ignored. Any text, such as `Page[Item]`.")
     description: str | None = Field(None, description="Accepted and ignored.")
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = Field(None, description="Answers always match the schema.")

@@ -46,7 +46,7 @@ class JsonSchemaText(Body):
     """The text must be a JSON value that the schema admits."""
 
     type: Literal["json_schema"]
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Accepted and repeated.")
+    name: str = Field(description="Accepted and repeated. Any text, such as `Page[Item]`.")
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = Field(None, description="Accepted and repeated.")
     strict: bool | None = Field(None, description="Answers always match the schema.")
