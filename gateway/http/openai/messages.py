@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from baton.errors import InvalidRequest
 from gateway.conversation import ChatMessage, ToolCall
@@ -33,12 +33,19 @@ class TextPart(Cacheable):
     text: str
 
 
+NoRefusal = Annotated[
+    NotSupported,
+    BeforeValidator(lambda value: None if value == "" else value),
+    Field(description="Not supported; only `null` and an empty text."),
+]
+
+
 class AnswerTextPart(TextPart):
     """A piece of an answer's text. OpenAI's Agents SDK for JavaScript copies the answer's other fields into it. These
     fields are accepted and ignored."""
 
     role: Literal["assistant"] | None = None
-    refusal: NotSupported = None
+    refusal: NoRefusal = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -131,7 +138,7 @@ class AssistantMessage(Cacheable):
     )
     name: Name | None = None
     type: TypeOfText = None
-    refusal: NotSupported = None
+    refusal: NoRefusal = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(
         None, description="Must be empty; OpenAI's answers have this field."
     )

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from gateway.conversation import ToolCall
+import pytest
+from pydantic import ValidationError
+
+from gateway.conversation import ChatMessage, ToolCall
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.messages import chat_messages_of
 from gateway.http.openai.tools import tools_of
@@ -52,3 +55,19 @@ def test_a_call_may_lack_its_type_and_its_arguments() -> None:
     bare = {"id": "c", "function": {"name": "f"}}
     (message,) = chat_messages_of(request_of({"role": "assistant", "tool_calls": [bare]}).messages)
     assert message.tool_calls == (ToolCall("c", "f", "{}"),)
+
+
+def test_an_empty_refusal_is_none() -> None:
+    for empty in ("", None):
+        part = {"type": "text", "text": "a", "refusal": empty}
+        for content in ("a", [part]):
+            asked = request_of({"role": "assistant", "content": content, "refusal": empty})
+            assert chat_messages_of(asked.messages) == (ChatMessage("assistant", "a"),)
+
+
+@pytest.mark.parametrize("refusal", ["No.", 0, []])
+def test_a_refusal_is_refused(refusal: object) -> None:
+    part = {"type": "text", "text": "a", "refusal": refusal}
+    for fields in ({"content": None, "refusal": refusal}, {"content": [part]}):
+        with pytest.raises(ValidationError, match="not supported; remove it"):
+            request_of({"role": "assistant", **fields})
