@@ -65,6 +65,8 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                 names[call_id] = (item.namespace, item.name)
                 turn_of[call_id] = len(messages)
                 calls[len(messages)].append(ToolCall(call_id, joined_name(*names[call_id]), item.arguments))
+            case ReasoningItem(text=""):
+                pass  # for example, only another provider can read it
             case ReasoningItem():
                 if turn is None or turn.content or len(messages) in calls:
                     _new_turn(messages)

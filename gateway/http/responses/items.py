@@ -118,7 +118,9 @@ class ReasoningItem(Body):
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     id: ItemId | None = None
     status: Status | None = None
-    encrypted_content: NotSupported = None
+    encrypted_content: str | None = Field(
+        None, description="Accepted and ignored: only the provider that encrypted it can read it."
+    )
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest, PromptTooLong
 from gateway.conversation import ChatMessage, Conversation, ReasoningOptions, ToolCall, ToolChoice, ToolUse
 from gateway.http.responses.conversation import check_calls, conversation_of, messages_of, shortened
 from gateway.http.responses.create_request import ResponseRequest
-from gateway.http.responses.items import KeptItem
+from gateway.http.responses.items import KeptItem, as_kept
 from tests.factories.costs import expect_cost_in_proportion
 
 
@@ -68,6 +68,19 @@ def test_another_text_or_thought_begins_another_turn() -> None:
         ("A", None, 1),
         ("", "Hm", 1),
     ]
+
+
+def test_what_another_provider_encrypted_is_ignored() -> None:
+    foreign = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"}
+    said = {"role": "assistant", "content": "A"}
+    summary = [{"type": "summary_text", "text": "Hm"}]
+    messages = messages_of(items_of(foreign, said, USER, foreign | {"summary": summary}, call(0), foreign))
+    assert [(turn.content, turn.reasoning, len(turn.tool_calls)) for turn in messages] == [
+        ("A", None, 0),
+        ("Hello", None, 0),
+        ("", "Hm", 1),
+    ]
+    assert "gAAAA" not in str([as_kept(item, "x") for item in items_of(foreign)])
 
 
 def test_a_text_behind_a_call_does_not_part_it_from_its_result() -> None:

@@ -90,7 +90,6 @@ def test_some_are_refused() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input_image",
         ),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "encrypted_content"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options: needs stream: true"),
         ({"top_logprobs": 2}, "top_logprobs: needs include"),
         ({"input": None}, "input: required, but missing"),
