@@ -18,6 +18,18 @@ TemplateValue = str | int | float | bool | None
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that enable and disable reasoning."""
 EFFORT = "reasoning_effort"
+SENT_TO_ALL_MODELS = frozenset(
+    {
+        *SWITCHES,
+        EFFORT,
+        "add_vision_id",
+        "clear_thinking",
+        "preserve_thinking",
+        "thinking_budget",
+    }
+)
+"""Variables that clients send to every model. A template that does not read one of them is no error, as in vLLM. Any
+other unread variable may be a typing error."""
 PAST_REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields of a turn in which templates look for its reasoning."""
 _THOUGHT_PART = re.compile(r"""['"]assistant['"].*\btype(?:['"]\])?\s*==\s*['"]thinking['"]""", re.DOTALL)
@@ -79,11 +91,13 @@ class ChatTemplate:
     def variables(self, conversation: Conversation) -> dict[str, Any]:
         """The variables for the client's reasoning options, and those that the client set itself.
 
-        A level of effort has no effect if the template has no levels, since agents send a level to every model. Raises
+        A level of effort, and SENT_TO_ALL_MODELS, have no effect if the template does not read them. Raises
         InvalidRequest for any other variable that the template does not read.
         """
         variables = self._by_reasoning(conversation)
         for name, value in conversation.template_options.items():
+            if name in SENT_TO_ALL_MODELS and not self.reads(name):
+                continue
             if name in RESERVED or not self.reads(name):
                 raise InvalidRequest(
                     "template_options", f"the model's chat template has no variable {name!r}"

@@ -193,7 +193,10 @@ def test_only_variables_that_the_template_reads_are_passed() -> None:
     assert answer_format.template_arguments(low)["reasoning_effort"] == "low"
     without = answer_format_of(TEMPLATES["hermes"], Vocabulary()).template_arguments(low)
     assert "reasoning_effort" not in without, "agents send a level to every model"
-    for name in ("thinking", "tokenize", "chat_template", "tools", "no_such"):
+    for name in ("enable_thinking", "thinking", "preserve_thinking", "add_vision_id"):
+        arguments = answer_format.template_arguments(replace(HELLO, template_options={name: True}))
+        assert name not in arguments, "clients send it to every model"
+    for name in ("tokenize", "chat_template", "tools", "no_such", "enable_thinkin"):
         with pytest.raises(InvalidRequest, match=f"^template_options: .* no variable '{name}'"):
             answer_format.template_arguments(replace(HELLO, template_options={name: True}))
 
@@ -208,17 +211,17 @@ def test_only_variables_that_the_template_reads_are_passed() -> None:
         "{# don't {% #}",
         "{{ '{#' }}",
         "{{ {'a': {'b': 1}}.a }}",
-        "{% raw %}{{ thinking }}{% endraw %}",
+        "{% raw %}{{ no_such }}{% endraw %}",
     ],
 )
 def test_a_variable_is_found_after_any_string_or_comment(before: str) -> None:
-    template = TEMPLATES["hermes"] + before + "{{ 'a } b' ~ ('on' if enable_thinking else '') }} thinking"
+    template = TEMPLATES["hermes"] + before + "{{ 'a } b' ~ ('on' if enable_thinking else '') }} no_such"
     answer_format = answer_format_of(template, Vocabulary())
 
     on = replace(HELLO, template_options={"enable_thinking": True})
-    assert rendered(answer_format, template, on).endswith("a } bon thinking")
-    with pytest.raises(InvalidRequest, match="no variable 'thinking'"):
-        answer_format.template_arguments(replace(HELLO, template_options={"thinking": True}))
+    assert rendered(answer_format, template, on).endswith("a } bon no_such")
+    with pytest.raises(InvalidRequest, match="no variable 'no_such'"):
+        answer_format.template_arguments(replace(HELLO, template_options={"no_such": True}))
 
 
 def test_a_variable_is_found_after_a_nested_dictionary() -> None:

@@ -379,7 +379,7 @@ def test_tools_that_are_too_large_are_refused_by_their_field() -> None:
     [
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(is_enabled=True))),
         ("reasoning", replace(ASKED, reasoning=ReasoningOptions(max_tokens=3))),
-        ("template_options", replace(ASKED, template_options={"enable_thinking": True})),
+        ("template_options", replace(ASKED, template_options={"no_such": True})),
         ("template_options", replace(ASKED, template_options={"messages": []})),
         ("chat", replace(ASKED, messages=(called(("search", "[]")),))),
     ],
