@@ -45,7 +45,7 @@ demo: $(INSTALLED) ## One prompt through a prefill worker, a hand-over and a dec
 	@$(BIN)/baton demo
 
 serve: $(INSTALLED) ## Start the cluster and the gateway; CONFIG=file.yaml to configure
-	@$(BIN)/baton serve $(CONFIG)
+	@$(BIN)/baton serve $(if $(CONFIG),"$(CONFIG)")
 
 check: lint circles types protos-check ## Everything but tests, in a minute: lint, import circles, types, generated code
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -245,6 +246,13 @@ def test_make_targets_of_the_documents_exist() -> None:
         text = (ROOT / document).read_text()
         named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
         assert named <= defined, f"{document} names targets that do not exist: {named - defined}"
+
+
+@pytest.mark.parametrize(("config", "arguments"), [("", []), ("my config.yaml", ["my config.yaml"])])
+def test_make_serve_passes_its_configuration_as_one_argument(config: str, arguments: list[str]) -> None:
+    command = ["make", "--dry-run", "--old-file=.venv/.installed", "serve", f"CONFIG={config}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(printed.splitlines()[-1]) == [".venv/bin/baton", "serve", *arguments]
 
 
 def test_http_clients_of_tests_are_patient() -> None:
