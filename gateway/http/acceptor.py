@@ -22,8 +22,8 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """Longest time from the accept of a connection to the end of its TLS handshake."""
 
 MAX_REFUSALS = 64
-"""At most this many connections beyond the limit get a refusal at the same time. Further connections are closed at
-once."""
+"""At most this many connections beyond the limit get a refusal at the same time. A further connection cuts off the
+oldest of them, so connections that never close keep no client from its refusal."""
 REFUSAL_TIMEOUT_S = 2.0
 """How long a connected client may take to read its refusal and to close its connection."""
 
@@ -64,7 +64,8 @@ class Acceptor:
         self._listener: socket.socket | None = None
         self._resume: asyncio.TimerHandle | None = None
         self._tasks: dict[BoundedH11, asyncio.Task[None]] = {}
-        self._num_refusals = 0
+        self._refused: dict[BoundedH11, None] = {}
+        """Connections that get a refusal, the oldest first."""
         self._num_failures = 0
         """Number of failed accepts since the last log line about failed accepts."""
         self._logged_at: float | None = None
@@ -142,29 +143,33 @@ class Acceptor:
         if self._places.is_full:
             self._on_refused(TOO_MANY)
             is_refused = not self._displace_one()
-            if is_refused and self._num_refusals >= MAX_REFUSALS:
-                connection.close()
-                return
+            if is_refused and len(self._refused) >= MAX_REFUSALS:
+                self._cut_off(next(iter(self._refused)))
         protocol = self._make_protocol(is_refused)
         serving = self._serve(connection, protocol, REFUSAL_TIMEOUT_S if is_refused else None)
         task = asyncio.get_running_loop().create_task(serving)
         self._tasks[protocol] = task
-        self._num_refusals += is_refused
-        if not is_refused:
+        if is_refused:
+            self._refused[protocol] = None
+        else:
             self._places.enter(protocol, address)
-        task.add_done_callback(lambda task: self._forget(protocol, task, connection, is_refused=is_refused))
+        task.add_done_callback(lambda task: self._forget(protocol, task, connection))
 
     def _displace_one(self) -> bool:
         """Closes one idle connection. Returns False if every connection has a running request."""
         protocol = self._places.victim()
         if protocol is None:
             return False
+        self._cut_off(protocol)
+        return True
+
+    def _cut_off(self, protocol: BoundedH11) -> None:
         self._places.leave(protocol)
+        self._refused.pop(protocol, None)
         if protocol.is_established:
             protocol.transport.abort()
         else:
             self._tasks[protocol].cancel()
-        return True
 
     async def _serve(self, connection: socket.socket, protocol: BoundedH11, timeout_s: float | None) -> None:
         """Returns when the connection is closed, at the latest `timeout_s` after its handshake. None: no limit."""
@@ -186,17 +191,10 @@ class Acceptor:
         except TimeoutError:
             protocol.transport.abort()
 
-    def _forget(
-        self,
-        protocol: BoundedH11,
-        task: "asyncio.Task[None]",
-        connection: socket.socket,
-        *,
-        is_refused: bool,
-    ) -> None:
+    def _forget(self, protocol: BoundedH11, task: "asyncio.Task[None]", connection: socket.socket) -> None:
         del self._tasks[protocol]
         self._places.leave(protocol)
-        self._num_refusals -= is_refused
+        self._refused.pop(protocol, None)
         connection.close()  # already closed, unless the task was cancelled before it began
         if not task.cancelled() and (error := task.exception()):
             logger.error("error in an HTTP connection", exc_info=error)

@@ -9,7 +9,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -75,15 +75,22 @@ async def test_a_handshake_has_its_time(
             await under_test.until(lambda: num_connections(under_test) == 0)
 
 
-async def test_at_the_limit_further_connections_are_answered_up_to_a_bound(
+async def test_at_the_limit_the_oldest_refused_connection_gives_way_to_the_next(
     folder: Path, files: CertificateFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_REFUSALS", 1)
-    monkeypatch.setattr(acceptor, "REFUSAL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(acceptor, "REFUSAL_TIMEOUT_S", 60.0)
 
     def refused(port: int | None) -> ssl.SSLSocket:
         connection = socket.create_connection(("127.0.0.1", port), timeout=60.0)
-        return files.trusting().wrap_socket(connection, server_hostname="localhost")
+        connection = files.trusting().wrap_socket(connection, server_hostname="localhost")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 503 ")
+        return connection
+
+    def is_cut_off(connection: ssl.SSLSocket) -> bool:
+        with suppress(ConnectionError):
+            return not connection.recv(1000)
+        return True
 
     tls = Tls(**files.tls())
     async with gateway_with(
@@ -94,12 +101,12 @@ async def test_at_the_limit_further_connections_are_answered_up_to_a_bound(
             asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 2}
             waiting = asyncio.create_task(only.post("/v1/completions", json=asked))
             request = await under_test.workers["w0"].next_request()
-            with await asyncio.to_thread(refused, port) as connection:
-                answer = await asyncio.to_thread(connection.recv, 1000)
-                assert answer.startswith(b"HTTP/1.1 503 ")
-                with strangers(port, 1) as (further,):  # while the other one does not take its leave
-                    await under_test.until(lambda: is_closed(further))
-                await under_test.until(lambda: acceptor_of(under_test)._num_refusals == 0)
+            with await asyncio.to_thread(refused, port) as first, strangers(port, 1) as (silent_one,):
+                assert await asyncio.to_thread(is_cut_off, first)
+                with await asyncio.to_thread(refused, port):
+                    await under_test.until(lambda: is_closed(silent_one))
+                    assert len(acceptor_of(under_test)._refused) == 1
+            await under_test.until(lambda: not acceptor_of(under_test)._refused)
             under_test.workers["w0"].say(request, outputs_of(request, [7, 8]))
             assert (await waiting).status_code == 200
 
