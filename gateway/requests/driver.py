@@ -72,6 +72,8 @@ class RequestDriver:
         self._on_end = on_end
         self._max_unread_tokens = config.max_unread_tokens
         self._answers: dict[GatewayRequest, UnreadAnswer] = {}
+        self._hashing: set[GatewayRequest] = set()
+        """Requests whose prompts are being hashed, so the dispatcher does not know them yet. `abort` removes them."""
         self._is_stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -126,20 +128,29 @@ class RequestDriver:
             raise
 
     async def _hash_prompt(self, request: GatewayRequest) -> None:
-        """Hashes a long prompt for the router. Pauses between portions, so that other requests are not delayed."""
+        """Hashes a long prompt for the router. Pauses between portions, so that other requests are not delayed. Raises
+        RequestAborted if `abort` ends the request meanwhile."""
         if len(request.prompt_token_ids) < LONG_PROMPT or request.skip_reading_prefix_cache:
             return
         budget = TurnBudget()
-        for _ in self.router.hashing(request.prompt_token_ids, request.cache_salt, request.block_hashes):
-            await budget.pause_if_spent()
+        self._hashing.add(request)
+        try:
+            for _ in self.router.hashing(request.prompt_token_ids, request.cache_salt, request.block_hashes):
+                await budget.pause_if_spent()
+                if request not in self._hashing:
+                    raise _aborted(request)
+        finally:
+            self._hashing.discard(request)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
         """Ends the caller's request with this id, and all its answers. Returns False if there is none."""
+        hashing = {request for request in self._hashing if request.call == (caller.name, request_id)}
+        self._hashing -= hashing
         requests = self.dispatcher.requests_of(request_id, caller)
         for request in requests:
-            self._answers[request].cut_short(RequestAborted(f"request {request_id} was aborted"))
+            self._answers[request].cut_short(_aborted(request))
             self._handle(AbortRequested(request))
-        return bool(requests)
+        return bool(requests or hashing)
 
     def end_requests(self) -> None:
         """Ends all open requests because the gateway stops, and refuses new ones."""
@@ -300,6 +311,11 @@ class UnreadAnswer:
         self._logprobs.clear()
         self._finish = self._prompt_logprobs = None
         return delta
+
+
+def _aborted(request: GatewayRequest) -> RequestAborted:
+    _, call_id = request.call
+    return RequestAborted(f"request {call_id} was aborted")
 
 
 def _with_seed(request: GatewayRequest) -> GatewayRequest:

@@ -55,7 +55,7 @@ class OpenRequests:
         """
         request = state.request
         self._states[request] = state
-        answers = self._admitted.get(_call_of(request), {})
+        answers = self._admitted.get(request.call, {})
         if request.request_id in answers:
             return InvalidRequest("request_id", f"{request.request_id!r} is in use by a running request")
         if request.call_id is None and (error := self._token_rates.check(request.caller, now)):
@@ -63,7 +63,7 @@ class OpenRequests:
         if error := self._concurrency.begin(request.caller):
             return error
         self._token_rates.count(request.caller, _num_prompt_tokens(request), now)
-        self._admitted.setdefault(_call_of(request), answers)[request.request_id] = state
+        self._admitted.setdefault(request.call, answers)[request.request_id] = state
         return None
 
     def count_answer(self, request: GatewayRequest, num_tokens: int, now: float) -> None:
@@ -75,11 +75,11 @@ class OpenRequests:
         count.
         """
         state = self._states.pop(request)
-        answers = self._admitted.get(_call_of(request), {})
+        answers = self._admitted.get(request.call, {})
         if answers.get(request.request_id) is state:
             del answers[request.request_id]
             if not answers:
-                del self._admitted[_call_of(request)]
+                del self._admitted[request.call]
             self._concurrency.end(request.caller)
             if not state.num_attempts:
                 self._token_rates.count(request.caller, -_num_prompt_tokens(request), now)
@@ -92,7 +92,3 @@ class OpenRequests:
 
 def _num_prompt_tokens(request: GatewayRequest) -> int:
     return 0 if request.repeats_prompt else len(request.prompt_token_ids)
-
-
-def _call_of(request: GatewayRequest) -> tuple[str, str]:
-    return request.caller.name, request.call_id or request.request_id

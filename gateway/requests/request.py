@@ -56,6 +56,11 @@ class GatewayRequest:
     on_placed: Callable[[Placement], None] | None = None
     """Called with each attempt's placement; must not raise."""
 
+    @property
+    def call(self) -> tuple[str, str]:
+        """The caller's name, and the id of the call that the request is an answer to."""
+        return self.caller.name, self.call_id or self.request_id
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:

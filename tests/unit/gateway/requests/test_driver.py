@@ -2,15 +2,19 @@
 behind, and which commands it sends."""
 
 import asyncio
+import itertools
 
 import pytest
 
 from baton.clock import SystemClock
 from baton.config import GatewayConfig, NetworkConfig
-from baton.errors import GatewayStopping, SlowReader, WorkerUnavailable
+from baton.errors import GatewayStopping, RequestAborted, SlowReader, WorkerUnavailable
 from baton.messages.request_plane import Heartbeat, KVEvents, SessionCommand, SubscribeKVEvents
 from baton.request import PackedLogprobs, TokenLogprobs
+from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint
+from gateway import turn_budget
+from gateway.requests import driver as driver_module
 from gateway.requests.driver import RequestDriver, UnreadAnswer
 from gateway.requests.request import Delta
 from gateway.routing.placement import RouteQuery
@@ -106,6 +110,30 @@ async def test_a_stopping_driver_ends_open_requests_and_refuses_new_ones() -> No
         assert driver.dispatcher.num_queued == 0
         assert driver.dispatcher.tally.counters["rejected"] == 1
     finally:
+        await driver.stop()
+
+
+async def test_a_request_whose_prompt_is_still_hashed_is_aborted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = RequestDriver(GatewayConfig(), NetworkConfig(), None, b"key", "retry", SystemClock())
+    monkeypatch.setattr(driver_module, "LONG_PROMPT", 1)
+    monkeypatch.setattr(turn_budget, "TURN_S", 0.0)
+    monkeypatch.setattr(driver.router, "hashing", lambda *_: itertools.repeat(None))  # without end
+    first = make_request("asked")
+    answers = [first, make_request("asked-1", call_id="asked"), make_request("other")]
+    tasks = [asyncio.ensure_future(anext(driver.generate(request))) for request in answers]
+    try:
+        await asyncio.sleep(0)
+        assert not driver.abort("unknown", first.caller)
+        assert driver.abort("asked", first.caller)
+        for task in tasks[:2]:
+            with pytest.raises(RequestAborted, match="request asked was aborted"):
+                await task
+        assert not driver.abort("asked", first.caller)
+        assert not tasks[2].done()
+    finally:
+        await end_tasks(*tasks)
         await driver.stop()
 
 
