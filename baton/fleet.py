@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus
+from baton.worker import WorkerEndpoint, WorkerRole, WorkerStatus, check_figures
 
 MAX_DRAIN_NODE_S = 3600.0
 """The longest time that an operator may give a node to drain."""
@@ -123,3 +123,14 @@ class GatewayReport:
     """Median and 99th percentile of the time between two tokens of a request; zeros without a measurement."""
     workers: tuple[WorkerStatus, ...]
     """The status of each worker in its last heartbeat."""
+
+    def __post_init__(self) -> None:
+        check_figures(
+            oldest_queued_s=self.oldest_queued_s,
+            oldest_without_prefill_s=self.oldest_without_prefill_s,
+            num_first_tokens=self.num_first_tokens,
+            median_ttft_s=self.ttft_s[0],
+            p99_ttft_s=self.ttft_s[1],
+            median_itl_s=self.itl_s[0],
+            p99_itl_s=self.itl_s[1],
+        )

@@ -1,10 +1,19 @@
 """What a worker reports about itself to the rest of the cluster."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
+from baton.errors import WireError
 from baton.kv import TransferRole, WorkerRef
 from baton.kv_groups import ONE_GROUP, KVGroups
+
+
+def check_figures(**figures: float) -> None:
+    """Raises WireError for a figure that is negative or not finite: routers and the autoscaler compute with it."""
+    for name, figure in figures.items():
+        if not 0 <= figure < math.inf:
+            raise WireError(f"{name}: got {figure}; must be 0 or more, and finite")
 
 
 class WorkerRole(Enum):
@@ -150,6 +159,14 @@ class WorkerLoad:
     """Prompt tokens per second of all steps but decode steps and small ones; see worker/load.py."""
     decode_step_s: float = 0.0
     """Time of a decode step: about the time between two tokens of a request."""
+
+    def __post_init__(self) -> None:
+        check_figures(
+            num_queued_prompt_tokens=self.num_queued_prompt_tokens,
+            oldest_waiting_s=self.oldest_waiting_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_step_s=self.decode_step_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,7 @@ class EngineHost:
         """The load in a snapshot, with the waiting time as of now: it also grows during a long step."""
         if snapshot.oldest_arrival is None:
             return snapshot.load
-        return replace(snapshot.load, oldest_waiting_s=self._clock.now() - snapshot.oldest_arrival)
+        return replace(snapshot.load, oldest_waiting_s=max(0.0, self._clock.now() - snapshot.oldest_arrival))
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests for good. Returns True if nothing was lost.

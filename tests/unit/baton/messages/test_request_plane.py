@@ -1,5 +1,9 @@
 """Messages of the request plane: whose version they are of, and what cannot be one."""
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import msgpack
 import pytest
 
@@ -13,6 +17,9 @@ from baton.messages.request_plane import (
     KVEvents,
     foreign_version,
 )
+from baton.messages.wire import Codec
+from baton.worker import WorkerLoad
+from tests.factories.observed_fleet import gateway_report
 
 
 @pytest.mark.parametrize("kind", ["Hello", "Heartbeat"])
@@ -50,3 +57,25 @@ def test_half_a_hash_is_none(parts: list[object]) -> None:
         TO_GATEWAY.decode(msgpack.packb(["KVEvents", *parts]))
     events = KVEvents(3, False, b"12345678", b"8765432112345678")
     assert TO_GATEWAY.decode(TO_GATEWAY.encode(events)) == events
+
+
+@pytest.mark.parametrize("figure", [math.nan, math.inf, -0.5])
+def test_a_load_that_no_worker_can_have_is_refused(figure: float) -> None:
+    """A router or an autoscaler would compute with it, and a gateway pass it on."""
+    codec = Codec(WorkerLoad)
+    for place, name in enumerate(("oldest_waiting_s", "prefill_tokens_per_s", "decode_step_s")):
+        figures = [0.0, 0.0, 0.0]
+        figures[place] = figure
+        with pytest.raises(WireError, match=f"WorkerLoad: {name}: got {figure}"):
+            codec.decode(msgpack.packb(["WorkerLoad", 0, *figures]))
+    with pytest.raises(WireError, match="num_queued_prompt_tokens: got -1"):
+        codec.decode(msgpack.packb(["WorkerLoad", -1, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("name", ["oldest_queued_s", "ttft_s", "itl_s"])
+def test_a_gateways_report_has_only_possible_figures(name: str) -> None:
+    calm = gateway_report()
+    assert replace(calm, oldest_queued_s=1.0).oldest_queued_s == 1.0
+    wrong: Any = math.nan if name == "oldest_queued_s" else (0.0, math.nan)
+    with pytest.raises(WireError, match=f"{name}: got nan"):
+        replace(calm, **{name: wrong})
