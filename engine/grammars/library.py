@@ -7,6 +7,7 @@ imported with the first grammar, so machines without structured outputs need not
 
 import ctypes
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from typing import Any
 from baton.sampling import GrammarKind, StructuredOutput
 
 MAX_COMPLAINT_CHARACTERS = 300
+MAX_SHOWN_PATTERN = 100
+_WRONG_REGEX = re.compile(
+    r"(?:invalid regex .* \(in regex\): )?regex parse error:\n {4}(.*)\n {4}( *)(\^+)\nerror: (.*)"
+)
+"""The library's error about a regular expression of one line: the expression, and marks below the wrong part."""
 LEAST_BYTES = 100_000
 BYTES_PER_CHARACTER = 40
 """Lower bounds for the memory of a compiled grammar. Measured grammars took at least 0.09 MiB, and up to 200
@@ -158,8 +164,19 @@ def complaint_of(matcher: Any) -> str:
 
 
 def in_one_line(message: str) -> str:
-    """Joins the lines of the library's errors, which contain drawings."""
+    """Joins the lines of the library's errors. Describes a drawing of a wrong regular expression in words."""
+    message = _WRONG_REGEX.sub(_in_words, message)
     return " ".join(message.split()).replace(ADVICE, BETTER_ADVICE)[:MAX_COMPLAINT_CHARACTERS]
+
+
+def _in_words(drawing: re.Match[str]) -> str:
+    pattern, spaces, marks, problem = drawing.groups()
+    part = pattern[len(spaces) : len(spaces) + len(marks)]
+    shown = pattern if len(pattern) <= MAX_SHOWN_PATTERN else f"{pattern[:MAX_SHOWN_PATTERN]}..."
+    return (
+        f"{problem}: '{part[:MAX_SHOWN_PATTERN]}' at character {len(spaces) + 1} of the pattern '{shown}'; "
+        "rewrite the pattern without it, or leave the pattern out"
+    )
 
 
 def _to_grammar(output: StructuredOutput) -> str:

@@ -34,6 +34,27 @@ def test_alternatives_that_may_overlap_are_refused_without_naming_an_option_that
         library_in(folder).compile(StructuredOutput(GrammarKind.JSON_SCHEMA, '{"oneOf": [{}, {}]}'))
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "part"),
+    [
+        (GrammarKind.REGEX, "a(?=b)c", "'(?=' at character 2 of the pattern 'a(?=b)c'"),
+        (GrammarKind.JSON_SCHEMA, '{"pattern": "ä(?<!b)", "type": "string"}', "'(?<!' at character 2"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            f'{{"patternProperties": {{"(?!{"x" * 999})": {{}}}}}}',
+            "'(?!' at character 1",
+        ),
+    ],
+)
+def test_the_part_of_a_pattern_that_no_grammar_can_express_is_named(
+    folder: Path, kind: GrammarKind, source: str, part: str
+) -> None:
+    with pytest.raises(ValueError, match=r"look-around, .*, is not supported: ") as refused:
+        library_in(folder).compile(StructuredOutput(kind, source))
+    assert part in str(refused.value)
+    assert "rewrite the pattern without it, or leave the pattern out" in str(refused.value)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_an_end_token_that_the_model_does_not_have_prevents_no_grammar(folder: Path, order: int) -> None:
     """Some fine-tuned models' tokenizers have more tokens than the model."""
