@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ READ_TIMEOUT_S = 5.0
 _HOW = "send the header `Authorization: Bearer KEY` (in gRPC: as metadata; for /v1/messages also `x-api-key: KEY`)"
 
 
+class KeyUse(Enum):
+    """Whether callers need API keys."""
+
+    NONE = "none"
+    OPTIONAL = "optional"
+    REQUIRED = "required"
+
+
 class Authenticator:
     """One instance serves both frontends of a gateway. Neither its errors nor its logs contain a key."""
 
@@ -49,6 +58,13 @@ class Authenticator:
         if config.api_keys_file is not None:
             path = expanded(config.api_keys_file)
             self._key_store = Watched([path], partial(_read_key_store, path, config.api_keys), clock)
+
+    @property
+    def key_use(self) -> KeyUse:
+        """Whether callers need keys. A caller without a key may have fewer rights."""
+        if not self._asks_for_keys:
+            return KeyUse.NONE
+        return KeyUse.REQUIRED if self._anonymous is None else KeyUse.OPTIONAL
 
     def admit(self, caller: Caller, right: Right | None) -> None:
         """Checks that the caller has `right`, and may make another call now. Raises PermissionDenied or RateLimited.

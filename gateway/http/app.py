@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.version import baton_version
 from gateway.auth.authenticator import Authenticator
-from gateway.http.authentication import HttpAuthentication
+from gateway.http.authentication import HttpAuthentication, add_keys
 from gateway.http.description import ERRORS
 from gateway.http.errors import add_handlers
 from gateway.http.host_check import OwnNames
@@ -33,7 +33,7 @@ def make_app(
     also_open: frozenset[str] = frozenset(),
     own_names: Sequence[str] | None = None,
 ) -> FastAPI:
-    """Returns the application, which describes itself at /openapi.json.
+    """Returns the application, which describes itself and its keys at /openapi.json.
 
     Every error has the shape of the API that was called. Only open paths bypass the authenticator (see
     `HttpAuthentication`; `also_open` are further such paths). `own_names`: see `OwnNames`. None: clients may use any
@@ -47,7 +47,9 @@ def make_app(
 
     @cache
     def description_json() -> bytes:
-        return json.dumps(app.openapi(), separators=(",", ":")).encode()
+        described = app.openapi()
+        add_keys(described, authenticator.key_use, also_open)
+        return json.dumps(described, separators=(",", ":")).encode()
 
     @app.get("/openapi.json", include_in_schema=False)
     async def description() -> Response:

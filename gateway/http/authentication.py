@@ -1,9 +1,11 @@
 """HttpAuthentication: checks the caller and its rights for each HTTP request, before the body is read."""
 
+from typing import Any
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import RequestError
-from gateway.auth.authenticator import Authenticator
+from gateway.auth.authenticator import Authenticator, KeyUse
 from gateway.auth.callers import NO_CALLER, Right
 from gateway.http.dialects import Dialect, dialect_of
 from gateway.http.errors import response_for
@@ -15,6 +17,9 @@ OPEN = frozenset({"/", "/health", "/ready", "/version", "/openapi.json"})
 OPEN_BELOW = ("/docs", "/page")
 """These paths and all paths below them need no key: they are files of the API's description and of the
 page."""
+
+SCHEME = "apiKey"
+"""The name of the API keys in the OpenAPI description."""
 
 RIGHTS: dict[str, Right | None] = {
     "/metrics": Right.OBSERVE,
@@ -31,6 +36,23 @@ def right_for(path: str) -> Right | None:
     return next((right for prefix, right in RIGHTS.items() if _is_below(path, prefix)), Right.GENERATE)
 
 
+def is_open(path: str, also_open: frozenset[str]) -> bool:
+    """Whether a path needs no key. `also_open`: further such paths of this gateway."""
+    return path in OPEN or path in also_open or any(_is_below(path, prefix) for prefix in OPEN_BELOW)
+
+
+def add_keys(description: dict[str, Any], key_use: KeyUse, also_open: frozenset[str]) -> None:
+    """Adds the API keys to an OpenAPI description, so that its readers, such as Swagger UI, can send one."""
+    if key_use is KeyUse.NONE:
+        return
+    scheme = {"type": "http", "scheme": "bearer", "description": "An API key of this gateway"}
+    description.setdefault("components", {})["securitySchemes"] = {SCHEME: scheme}
+    wanted: list[dict[str, list[str]]] = [{SCHEME: []}] if key_use is KeyUse.REQUIRED else [{}, {SCHEME: []}]
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            operation["security"] = [] if is_open(path, also_open) else wanted
+
+
 class HttpAuthentication:
     """ASGI middleware: sets `request.state.caller`, or refuses the request."""
 
@@ -40,7 +62,7 @@ class HttpAuthentication:
         """`also_open`: further paths that need no key on this gateway."""
         self._app = app
         self._authenticator = authenticator
-        self._open = OPEN | also_open
+        self._also_open = also_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -52,7 +74,7 @@ class HttpAuthentication:
 
     async def _admit(self, scope: Scope) -> None:
         path, state = scope["path"], scope.setdefault("state", {})
-        if path in self._open or any(_is_below(path, prefix) for prefix in OPEN_BELOW):
+        if is_open(path, self._also_open):
             state["caller"] = NO_CALLER
             return
         on_caller = state.get(ON_CALLER, lambda _: None)
