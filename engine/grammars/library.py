@@ -18,9 +18,7 @@ from baton.sampling import GrammarKind, StructuredOutput
 
 MAX_COMPLAINT_CHARACTERS = 300
 MAX_SHOWN_PATTERN = 100
-_WRONG_REGEX = re.compile(
-    r"(?:invalid regex .* \(in regex\): )?regex parse error:\n {4}(.*)\n {4}( *)(\^+)\nerror: (.*)"
-)
+_WRONG_REGEX = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)(\^+)\nerror: (.*)")
 """The library's error about a regular expression of one line: the expression, and marks below the wrong part."""
 LEAST_BYTES = 100_000
 BYTES_PER_CHARACTER = 40
@@ -165,7 +163,11 @@ def complaint_of(matcher: Any) -> str:
 
 def in_one_line(message: str) -> str:
     """Joins the lines of the library's errors. Describes a drawing of a wrong regular expression in words."""
-    message = _WRONG_REGEX.sub(_in_words, message)
+    if drawing := _WRONG_REGEX.search(message):
+        before = message[: drawing.start()]
+        if before.endswith(" (in regex): "):  # the whole expression of a schema, which the drawing shows again
+            before, _, _ = before.partition("invalid regex ")
+        message = before + _in_words(drawing) + message[drawing.end() :]
     return " ".join(message.split()).replace(ADVICE, BETTER_ADVICE)[:MAX_COMPLAINT_CHARACTERS]
 
 
