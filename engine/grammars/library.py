@@ -165,7 +165,9 @@ def in_one_line(message: str) -> str:
     """Joins the lines of the library's errors. Describes a drawing of a wrong regular expression in words."""
     if drawing := _WRONG_REGEX.search(message):
         before = message[: drawing.start()]
-        if before.endswith(" (in regex): "):  # the whole expression of a schema, which the drawing shows again
+        if before.endswith(
+            " (in regex): "
+        ):  # the whole expression of a schema, which the drawing shows again
             before, _, _ = before.partition("invalid regex ")
         message = before + _in_words(drawing) + message[drawing.end() :]
     return " ".join(message.split()).replace(ADVICE, BETTER_ADVICE)[:MAX_COMPLAINT_CHARACTERS]
@@ -176,8 +178,8 @@ def _in_words(drawing: re.Match[str]) -> str:
     part = pattern[len(spaces) : len(spaces) + len(marks)]
     shown = pattern if len(pattern) <= MAX_SHOWN_PATTERN else f"{pattern[:MAX_SHOWN_PATTERN]}..."
     return (
-        f"{problem}: '{part[:MAX_SHOWN_PATTERN]}' at character {len(spaces) + 1} of the pattern '{shown}'; "
-        "rewrite the pattern without it, or leave the pattern out"
+        f"invalid regex: {problem}: '{part[:MAX_SHOWN_PATTERN]}' at character {len(spaces) + 1} of the pattern "
+        f"'{shown}'; rewrite the pattern without it, or leave the pattern out"
     )
 
 
