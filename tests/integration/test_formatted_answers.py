@@ -3,9 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
+from openai.types.responses import ResponseFormatTextJSONSchemaConfig
+from pydantic import BaseModel
 
 from baton.request import FinishReason
 from gateway.conversation import AnswerFormat
@@ -13,6 +15,9 @@ from tests.factories.conversations import HARMONY, format_of
 from tests.factories.gateway import answering, gateway_with, silent
 from tests.factories.guided import Guide
 from tests.factories.models import make_tokenizer, make_tokenizer_dir
+from tests.factories.openai import openai_with
+
+T = TypeVar("T")
 
 CALL = "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>"
 ANSWER = json.dumps({"a": f"So one calls: {CALL}", "b": 1})
@@ -114,3 +119,23 @@ async def test_a_schema_may_not_change_how_json_is_written(folder: Path, path: s
     assert refused.json()["error"]["message"].startswith(
         f"{REFUSED[path]}: the schema has the key 'x-guidance'"
     )
+
+
+class Page(BaseModel, Generic[T]):
+    """A page of items. pydantic gives `Page[str]` a name with brackets."""
+
+    items: list[T]
+
+
+async def test_the_name_of_a_schema_may_have_any_characters(folder: Path) -> None:
+    """The packages `openai` and `pydantic-ai` send the name of a model, which is `Page[str]` here."""
+    ids = make_tokenizer().encode('{"items":["a"]}').ids
+    async with openai_with(folder, answering(ids, FinishReason.STOP)) as (_, client):
+        chat = await client.chat.completions.parse(
+            model="tiny", messages=[{"role": "user", "content": "Hello"}], response_format=Page[str]
+        )
+        response = await client.responses.parse(model="tiny", input="Hello", text_format=Page[str])
+    assert chat.choices[0].message.parsed == response.output_parsed == Page(items=["a"])
+    assert response.text is not None
+    assert isinstance(response.text.format, ResponseFormatTextJSONSchemaConfig)
+    assert response.text.format.name == "Page[str]"
