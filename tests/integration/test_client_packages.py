@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.factories.conversations import TEMPLATES
 from tests.factories.gateway import answering, gateway_with
-from tests.factories.models import make_tokenizer
+from tests.factories.models import make_tokenizer, make_tokenizer_dir
 
-ANSWER = make_tokenizer().encode("The cache is the baton").ids
+TOKENIZER = make_tokenizer()
+ANSWER = TOKENIZER.encode("The cache is the baton").ids
 HELLO = [{"role": "user", "content": "hi"}]
 
 AS_GOOGLES_ADK: dict[str, Any] = {
@@ -49,3 +51,69 @@ async def test_an_integer_may_have_a_fraction_of_zero(
         refused = await client.post(path, json={"model": "tiny"} | body | {"top_k": 4.5})
     assert refused.status_code == 400
     assert "top_k: must be a valid integer, got 4.5" in refused.text
+
+
+CALL_ID = "call_6b745f83b7b8c84a791e885e"
+AS_QWEN_AGENT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [
+        {"role": "user", "content": "Is it warm in Paris?"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {
+                    "id": CALL_ID,
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+                }
+            ],
+        },
+        {
+            "role": "tool",
+            "content": "warm",
+            "name": "weather",
+            "extra": {"function_id": CALL_ID},
+            "id": CALL_ID,
+        },
+    ],
+    "seed": 523987285,
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "description": "w",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"city": {"type": "string"}},
+                    "required": ["city"],
+                },
+            },
+        }
+    ],
+}
+"""With `use_raw_api`. The result of a call has the call's id, but under another name than OpenAI's."""
+
+
+async def test_a_result_with_the_calls_id_in_its_id(tmp_path: Path) -> None:
+    folder = make_tokenizer_dir(tmp_path, TEMPLATES["hermes"])
+    *turns, result = AS_QWEN_AGENT["messages"]
+    refused = [
+        (result | {"id": None}, "messages.2.tool_call_id", "required, but missing"),
+        (result | {"id": "call_0"}, "messages.2.tool_call_id", "no earlier message"),
+        (result | {"tool_call_id": "call_0"}, "messages.2.id", "differs from tool_call_id"),
+    ]
+    async with (
+        gateway_with(folder, {}, {"d0": answering(ANSWER)}, max_model_len=2048) as under_test,
+        under_test.http() as client,
+    ):
+        answer = await client.post("/v1/chat/completions", json=AS_QWEN_AGENT)
+        assert answer.status_code == 200, answer.text
+        request = await under_test.workers["d0"].next_request()
+        for changed, field, problem in refused:
+            body = AS_QWEN_AGENT | {"messages": [*turns, changed]}
+            error = (await client.post("/v1/chat/completions", json=body)).json()["error"]
+            assert error["param"] == field
+            assert problem in error["message"]
+    prompt = TOKENIZER.decode(list(request.prompt_token_ids), skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>tool\nwarm<|im_end|>\n<|im_start|>assistant\n")

@@ -65,6 +65,8 @@ Name = Annotated[
 ]
 """Who wrote a message, for conversations of several users or agents."""
 
+CallId = Annotated[str, Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)]
+
 TypeOfText = Annotated[
     Literal["text"] | None,
     Field(description="Accepted and ignored: lm-evaluation-harness before 0.4.12 sends it."),
@@ -99,7 +101,7 @@ class CalledFunction(Body):
 class Call(Body):
     """A call that the model made."""
 
-    id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
+    id: CallId
     type: Literal["function"] | None = None
     function: CalledFunction
     index: Whole[int | None] = Field(
@@ -163,12 +165,15 @@ class ToolMessage(Cacheable):
 
     role: Literal["tool"]
     content: Content | None = Field(None, description="As in an assistant's message.")
-    tool_call_id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARACTERS)
+    tool_call_id: CallId | None = Field(None, description="Required, unless `id` has this value.")
+    id: CallId | None = Field(None, description="Qwen-Agent's name for tool_call_id.")
     name: str | None = Field(None, max_length=MAX_CALL_NAME_CHARACTERS, description="The called function.")
     type: TypeOfText = None
+    extra: Any = Field(None, description="Accepted and ignored: Qwen-Agent repeats the call's id here.")
 
     def as_chat_message(self) -> ChatMessage:
-        return ChatMessage("tool", _text_of(self.content), tool_call_id=self.tool_call_id, name=self.name)
+        call_id = self.tool_call_id or self.id
+        return ChatMessage("tool", _text_of(self.content), tool_call_id=call_id, name=self.name)
 
 
 Message = Annotated[InputMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -185,6 +190,8 @@ def chat_messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
     for index, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
             _check_answer(message, f"messages.{index}")
+        elif isinstance(message, ToolMessage):
+            _check_result(message, f"messages.{index}")
     converted = [message.as_chat_message() for message in messages]
     return with_tools_named(converted, "messages", "function.arguments")
 
@@ -193,6 +200,14 @@ def _check_answer(message: AssistantMessage, path: str) -> None:
     both = {message.reasoning, message.reasoning_content} - {None, ""}
     if len(both) == 2:
         raise InvalidRequest(f"{path}.reasoning", "differs from reasoning_content; send one of them")
+
+
+def _check_result(message: ToolMessage, path: str) -> None:
+    ids = {message.tool_call_id, message.id} - {None}
+    if not ids:
+        raise InvalidRequest(f"{path}.tool_call_id", "required, but missing")
+    if len(ids) == 2:
+        raise InvalidRequest(f"{path}.id", "differs from tool_call_id; send one of them")
 
 
 def _text_of(content: str | Sequence[TextPart] | None) -> str:
