@@ -250,7 +250,8 @@ def test_make_targets_of_the_documents_exist() -> None:
 
 @pytest.mark.parametrize(("config", "arguments"), [("", []), ("my config.yaml", ["my config.yaml"])])
 def test_make_serve_passes_its_configuration_as_one_argument(config: str, arguments: list[str]) -> None:
-    command = ["make", "--dry-run", "--old-file=.venv/.installed", "serve", f"CONFIG={config}"]
+    options = ["--dry-run", "--no-print-directory", "--old-file=.venv/.installed"]
+    command = ["make", *options, "serve", f"CONFIG={config}"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shlex.split(printed.splitlines()[-1]) == [".venv/bin/baton", "serve", *arguments]
 

@@ -104,7 +104,7 @@ async def test_many_tokens_that_wait_are_sent_in_portions_over_every_api(folder:
         of_vllm = [len(response.chunk.token_ids) for response in responses]
         for sizes in (over_http, over_grpc, of_vllm):
             assert sum(sizes) == len(token_ids)
-            assert max(sizes) == PORTION_TOKENS
+            assert max(sizes) <= PORTION_TOKENS  # less on a busy machine, where a turn ends after its time
 
 
 async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:

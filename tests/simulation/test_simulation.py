@@ -101,7 +101,7 @@ QUICK = {
     "skip the checksum": 33,
     "let no lease end": 0,
     "complete twice": 0,
-    "offer withdrawn blocks": 75,
+    "offer withdrawn blocks": 240,
     "hit blocks before they arrive": 0,
     "end a lease twice": 0,
     "overlook lost sessions": 0,
