@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cli import own_packages
+from baton.system.logs import PACKAGES
 from cli.commands import generate
 from cli.main import DEFAULT_TARGET, DONE, READER_LEFT, REFUSED, UNWRITABLE, USAGE, build_parser, main
 from cli.output import replace_unencodable
@@ -209,7 +209,7 @@ def test_a_foreign_package_in_place_of_our_own_is_named(command: str, foreign: s
 
 def test_all_packages_of_baton_are_looked_for() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
-    assert {f"{package}*" for package in own_packages.PACKAGES} == {*packages["include"]} - {"simulator*"}
+    assert {f"{package}*" for package in PACKAGES} == {*packages["include"]} - {"simulator*"}
 
 
 @pytest.mark.slow
