@@ -81,6 +81,8 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     # raylet has ended. Then, when a connection to the raylet breaks, Ray ends the driver at once, without a message.
     environment["RAY_RAYLET_PID"] = str(os.getpid())
     if config.ray_address == "local":
+        # By default, Ray gives its workers niceness 15, and any other busy program takes nearly all their CPU time.
+        environment.setdefault("RAY_worker_niceness", "0")
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, chdir
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.on_ray.session import _longest_socket
@@ -99,6 +100,12 @@ def test_a_start_pays_for_nothing_that_is_not_used(shared: tuple[ServeProcess, d
     assert not [name for name in ("monitor.py", "log_monitor.py", "dashboard.py") if name in processes]
     if sys.platform == "linux":
         assert "libtorch" not in Path(f"/proc/{serve.process.pid}/maps").read_text(encoding="utf-8")
+
+
+def test_workers_have_the_priority_of_the_command_itself(shared: tuple[ServeProcess, dict[str, Any]]) -> None:
+    """Ray's own choice is niceness 15, which starves a worker beside any other busy program."""
+    serve, _ = shared
+    assert {process.nice() for process in serve.descendants()} == {psutil.Process(serve.process.pid).nice()}
 
 
 def test_other_users_cannot_enter_the_folder_of_a_private_ray(

@@ -74,6 +74,7 @@ def test_a_private_ray_stays_on_loopback_behind_a_fresh_secret(tmp_path: Path) -
     assert environments[0] == {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+        "RAY_worker_niceness": "0",
         "RAY_RAYLET_PID": str(os.getpid()),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
