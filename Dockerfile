@@ -58,7 +58,6 @@ ENV PATH=/opt/baton/bin:$PATH \
     HOME=/home/baton \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
-    RAY_worker_niceness=0 \
     BATON_NATIVE_KERNELS=/opt/baton/share/native \
     TRITON_PTXAS_PATH=/opt/baton/bin/ptxas \
     NVIDIA_VISIBLE_DEVICES=all \

@@ -130,7 +130,6 @@ class WorkerActor:
                 raise
 
     def _start(self, share: CpuShare | None) -> WorkerEndpoint:
-        _warn_if_nicer_than(os.getppid())
         # Ray reports an error in the constructor as the actor's death, so the worker starts here. The imports are here
         # because the controller imports this class and must not load torch.
         let_openmp_sleep()
@@ -162,17 +161,6 @@ class WorkerActor:
     def _report_download(self, text: str, fraction: float) -> None:
         self._log_download(text, fraction)
         self._progress.put(StartProgress(text, round(1000 * fraction), 1000))
-
-
-def _warn_if_nicer_than(raylet_pid: int) -> None:
-    """Logs what is lost if this process has a lower priority than Ray's own, which started it."""
-    niceness, of_raylet = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, raylet_pid))
-    if niceness > of_raylet:
-        logger.warning(
-            "Ray gives this worker niceness %d, so other busy programs of this host take nearly all its CPU "
-            "time; start Ray with RAY_worker_niceness=0 (docs/ray.md)",
-            niceness,
-        )
 
 
 def introduction_here() -> Introduction:

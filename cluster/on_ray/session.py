@@ -43,6 +43,10 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
     "raylet_client_num_connect_attempts": 100,
 }
 
+_USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
+"""A worker's process reads this in its environment. By default, Ray gives workers niceness 15, and any other busy
+program takes nearly all their CPU time."""
+
 _PROBE_TIMEOUT_S = 5.0
 
 _TRY_AGAIN_S = 1.0
@@ -81,8 +85,7 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     # raylet has ended. Then, when a connection to the raylet breaks, Ray ends the driver at once, without a message.
     environment["RAY_RAYLET_PID"] = str(os.getpid())
     if config.ray_address == "local":
-        # By default, Ray gives its workers niceness 15, and any other busy program takes nearly all their CPU time.
-        environment.setdefault("RAY_worker_niceness", "0")
+        environment.update(_USUAL_PRIORITY)
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -185,7 +188,7 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     # Excludes compiled files, which would make a different package each time.
-    environment = {"py_modules": modules, "excludes": ["__pycache__"]}
+    environment = {"py_modules": modules, "excludes": ["__pycache__"], "env_vars": _USUAL_PRIORITY}
     deadline, is_announced = time.monotonic() + config.ray_timeout_s, False
     while True:
         try:

@@ -54,6 +54,4 @@ label=$(sed 's/:[0-9]*//g; s/,/-/g' <<<"$roles")
 # `ray up` sets these for its own commands; workers would inherit them, and compute with one thread each.
 unset OMP_NUM_THREADS PYTHONWARNINGS
 ulimit -n 65536 2>/dev/null || echo "start_node.sh: continues with $(ulimit -n) open files at most" >&2
-# By default, any other busy program takes nearly all CPU time of Ray's workers.
-export RAY_worker_niceness=0
 exec ray start --address="$head" --node-ip-address="$address" --resources="$resources" --labels="role=$label"

@@ -12,7 +12,6 @@ from types import MappingProxyType
 RAY_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": "of-the-tests",
 }

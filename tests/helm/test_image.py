@@ -25,10 +25,6 @@ def test_the_image_runs_as_the_user_that_the_chart_asks_for() -> None:
     assert f"USER {context['runAsUser']}:{context['runAsGroup']}\n" in DOCKERFILE.read_text()
 
 
-def test_rays_workers_have_the_priority_of_ray_itself() -> None:
-    assert re.search(r"^ENV (.*\\\n)*.*\bRAY_worker_niceness=0\b", DOCKERFILE.read_text(), re.MULTILINE)
-
-
 def test_what_is_copied_is_let_through_and_is_there() -> None:
     copied = set(re.findall(r"^COPY (?!--)(.+) \S+$", DOCKERFILE.read_text(), re.MULTILINE))
     sources = {name for line in copied for name in line.split()}

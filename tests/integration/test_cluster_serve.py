@@ -104,8 +104,9 @@ def test_a_start_pays_for_nothing_that_is_not_used(shared: tuple[ServeProcess, d
 
 def test_workers_have_the_priority_of_the_command_itself(shared: tuple[ServeProcess, dict[str, Any]]) -> None:
     """Ray's own choice is niceness 15, which starves a worker beside any other busy program."""
-    serve, _ = shared
-    assert {process.nice() for process in serve.descendants()} == {psutil.Process(serve.process.pid).nice()}
+    serve, ready = shared
+    niceness = {psutil.Process(worker["pid"]).nice() for worker in ready["workers"]}
+    assert niceness == {psutil.Process(serve.process.pid).nice()}
 
 
 def test_other_users_cannot_enter_the_folder_of_a_private_ray(

@@ -49,6 +49,7 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
         ):
             owner, ready = the_one_that_serves(one, other)
             pids = {worker["pid"] for worker in ready["workers"]}
+            assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process().nice()}
             ready = early.wait_ready()
             # It opened as soon as it could serve, which takes no prefill worker.
             assert {worker["pid"] for worker in ready["workers"]} <= pids

@@ -1,9 +1,6 @@
 """What a worker's actor makes of the configuration on its node."""
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,23 +53,6 @@ def test_a_worker_takes_the_secret_of_its_node_and_refuses_another_one(
         keys_of_node(network, keys_digest(keys))
     assert not (tmp_path / "secret").exists(), "a worker makes none"
     assert keys_of_node(NetworkConfig(security="none"), keys_digest(derive_keys(None))) == derive_keys(None)
-
-
-def test_a_worker_says_when_ray_gave_it_less_of_the_cpu_than_ray_has_itself() -> None:
-    says = (
-        "import logging, os, sys; from cluster.on_ray.actors import _warn_if_nicer_than; logging.basicConfig();"
-        "os.nice(int(sys.argv[1])); _warn_if_nicer_than(os.getppid())"
-    )
-    nice, usual = (
-        subprocess.run(
-            [sys.executable, "-c", says, niceness], capture_output=True, text=True, check=True
-        ).stderr
-        for niceness in ("3", "0")
-    )
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert f"Ray gives this worker niceness {min(own + 3, 19)}," in nice
-    assert "RAY_worker_niceness=0" in nice
-    assert usual == ""
 
 
 def test_only_the_latest_value_is_taken_and_none_after_the_last() -> None:
