@@ -42,8 +42,8 @@ def keep_freed_memory() -> bool:
 def return_freed_memory() -> None:
     """Returns the buffers that are free now to the system; does nothing without glibc.
 
-    While a model is loaded, matrices are converted and packed. The buffers of this, which no step needs again, may
-    have as many bytes as all weights.
+    While a model is loaded, matrices are converted and packed. The buffers for this work may have as many bytes as all
+    weights, and no step needs them again.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -98,10 +98,11 @@ class DraftModel:
     def _catch_up(self, sequences: "list[_Sequence]") -> "list[_Sequence]":
         """Returns the sequences of which this step computes tokens in the small model's own pool.
 
-        A request that lacks only the KV of the last steps' tokens gets drafts. All other requests share the step's
-        CATCH_UP tokens; those that lack the fewest come first. If fewer of these tokens are left than a request
-        lacks, the request catches up in several steps, and then gets drafts. Each of these steps ends at the end of a
-        block. Otherwise the slots after the computed tokens would be cleared in a block that other requests may share.
+        A request gets drafts if the small model's pool has all of its KV, except that of the last steps' tokens. All
+        other requests share the step's CATCH_UP tokens; requests that lack the fewest tokens come first. If fewer of
+        these tokens are left than a request lacks, the request catches up in several steps, and then gets drafts. Each
+        of these steps ends at the end of a block. Otherwise the slots after the computed tokens would be cleared in a
+        block that other requests may share.
         """
         num_left, under_way = max(CATCH_UP, self._block_size), []
         for sequence in sorted(sequences, key=lambda each: each.num_tokens):

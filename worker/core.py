@@ -182,7 +182,8 @@ class EngineCore:
     def give_back_requests(self, error: str) -> ClientOutputs:
         """Ends all requests in any state with ErrorKind.GIVEN_BACK; other workers continue them.
 
-        They get no further output here. Another worker samples again what a current step samples for them.
+        They get no further output here. If a current step samples tokens for them, another worker samples these tokens
+        again.
         """
         return self.finish_requests(self.scheduler.request_ids, RequestStatus.FINISHED_GIVEN_BACK, error)
 

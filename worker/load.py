@@ -62,7 +62,7 @@ class LoadMeter:
             max(self._most_prompt_tokens, num_tokens),
         )
         fewest = min(SMALL_STEP_TOKENS, self._most_prompt_tokens // SMALL_SHARE)
-        if most_before < fewest:  # by this larger step, all steps before were small
+        if most_before < fewest:  # compared with this larger step, all earlier steps were small
             self._prefill = _Average()
         if num_tokens >= fewest:
             self._prefill.add(num_tokens, time_s)

@@ -107,7 +107,7 @@ class _Reader(BaseHTTPRequestHandler):
         super().__init__(connection, address, None)  # type: ignore[arg-type] # there is no server to ask
 
     def setup(self) -> None:
-        """`timeout` limits the time of the whole answer, but of a request only the time of each read. So `_head_from`
+        """For the answer, `timeout` limits the whole time. For the request, it limits only each read. So `_head_from`
         reads the request, and limits the time of all reads together."""
         super().setup()
         self.rfile.close()

@@ -159,9 +159,9 @@ class DrainingNodes:
         """Marks the nodes of this address or name as draining, and returns the names of the nodes to empty.
 
         If one of these nodes is Ray's head, the result contains all draining nodes: they must all be empty before the
-        head may end, since no worker can drain without the head. A node that was marked before may be gone by now,
-        unless another node has had its address since.
-        Raises FleetError if no node has this address or name, or if the fleet has no other node.
+        head may end, since no worker can drain without the head. The command may be repeated after the node is gone,
+        unless another node has had its address since. Raises FleetError if no node has this address or name, or if the
+        fleet has no other node.
         """
         listed = await self._launcher.nodes()
         alive = {known.name: known for known in listed if known.is_alive}

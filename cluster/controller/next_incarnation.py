@@ -54,7 +54,7 @@ class NextIncarnation:
         try:
             endpoint = await self._load(incarnation)
         except BatonError:
-            self._check_node(incarnation)  # this worker may have been ended for this reason
+            self._check_node(incarnation)  # the worker may have been ended because its node drains
             raise
         self._check_node(incarnation)
         return endpoint

@@ -142,7 +142,7 @@ class RayLauncher:
         return worker.remote(self._config, self._digest, self._model_path, role, title.worker)
 
     def _forget_ended(self) -> None:
-        """Keeps of ended incarnations only where they failed to start."""
+        """Forgets ended incarnations, but remembers the nodes on which they failed to start."""
         for each in self._incarnations:
             if each.failed_to_start:
                 assert each.node_id is not None  # it has introduced itself

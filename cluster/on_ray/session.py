@@ -221,8 +221,8 @@ def _probe(address: str) -> None:
 
 
 def _short_folder(folder: str) -> str:
-    """The folder for temporary files. But /tmp if the paths of Ray's sockets would be too long there, or not ASCII: Ray
-    encodes them in ASCII."""
+    """The folder for temporary files; /tmp instead if the paths of Ray's sockets would be too long in that folder, or
+    not ASCII: Ray encodes them in ASCII."""
     is_usable = folder.isascii() and len(_longest_socket(folder)) <= _MAX_SOCKET_PATH
     return folder if is_usable else "/tmp"
 

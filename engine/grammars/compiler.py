@@ -75,8 +75,8 @@ class Matcher:
     def may_begin_anew(self) -> bool:
         """After a token that was not consumed: whether a newly compiled grammar may continue the answer.
 
-        This is so if the compiled one is at a limit. The answer of the matcher that found the limit must have grown
-        since its first mask. So with each compilation, an answer grows or ends.
+        This is so if the present compiled grammar is at a limit. The matcher that found the limit has one more
+        condition: its answer has grown since its first mask. So with each compilation, an answer grows or ends.
         """
         if not self._found_limit:
             return self._compiled.has_failed
@@ -179,8 +179,8 @@ class Matcher:
     def _mask(self, drafts: Sequence[int]) -> bytes:
         """The mask of allowed tokens, as bits.
 
-        After a defect it allows all tokens, and the next token then fails the request. The same holds for drafts after
-        which no token can follow. But they may be wrong, so they are no defect.
+        After a defect, the mask allows all tokens, and the next token then fails the request. The mask also allows all
+        tokens after drafts that no token can follow. Such drafts may be wrong, so they are no defect.
         """
         if self._defect is None and (self._may_try_drafts or not drafts):
             try:

@@ -175,9 +175,9 @@ class RequestQueue(Generic[T]):
         Five kinds of requests may wait longer. If a caller holds its share, its requests wait for the caller's
         other requests, not for workers. A request that was taken back may wait as long as workers for it exist.
         Otherwise it would be refused because of other callers. A request that has moved up keeps waiting, since the
-        queue moves. A request keeps waiting if it, or a request before it, lacks only a slot, since long answers run,
-        and will end; but not if more than MAX_PASSED requests have overtaken it. A request that waited for room, and
-        then lost its workers, may wait for workers as long as a new request.
+        queue moves. A request keeps waiting if it, or a request before it, lacks only a slot: slots become free when
+        long answers end. It stops waiting once more than MAX_PASSED requests have overtaken it. A request that
+        waited for room, and then lost its workers, may wait for workers as long as a new request.
         """
         expired = set(self._expired(self._patience_ends, self._running(now)))
         out: list[QueueEntry[T]] = []
@@ -219,7 +219,7 @@ class RequestQueue(Generic[T]):
         """When to call `past_deadline` and `out_of_patience` next; None while no request waits."""
         if not len(self._queue):
             return None
-        # A long time between two readings of the clock counts as a standstill, so they need a fixed pace.
+        # A long time between two readings of the clock counts as a standstill, so the readings need a fixed pace.
         times = [self._checked_at + self._pace_s / CHECKS_PER_PACE]
         if (first := self._first(self._deadlines)) is not None:
             times.append(first)

@@ -282,8 +282,8 @@ def _is_whole(factor: Any) -> bool:
 
 
 def _with_integers(kinds: Any) -> Any:
-    """The value of `type`, with integers in place of all numbers. If a number that cannot have a fraction ends before a
-    token that is no text, as in GLM, the library's matcher fails, unless the type is integer."""
+    """The value of `type`, with integers in place of all numbers, for a number that cannot have a fraction. With the
+    type `number`, the library's matcher fails if a token that is no text follows such a number, as in GLM."""
     if isinstance(kinds, list):
         return [_with_integers(kind) for kind in kinds]
     return "integer" if kinds == "number" else kinds

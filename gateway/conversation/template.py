@@ -127,7 +127,7 @@ class ChatTemplate:
         return [self._turn(message, style) for message in conversation.messages]
 
     def past_reasoning(self, message: ChatMessage, text: str) -> ChatTurn:
-        """The fields of a turn with this text in which the template looks for its reasoning; none if the turn has no
+        """The fields in which the template looks for a turn's reasoning, with this text; none if the turn has no
         reasoning."""
         if message.reasoning is None:
             return {}

@@ -7,8 +7,8 @@ WRITE_BYTES = 256 * 1024
 
 
 class SmallWrites:
-    """ASGI middleware: divides the messages of a response's body. A connection copies a whole message that its client
-    does not read; each message has at most WRITE_BYTES bytes."""
+    """ASGI middleware: divides the messages of a response's body. A connection keeps a copy of a whole message that
+    its client does not read. So each message has at most WRITE_BYTES bytes."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

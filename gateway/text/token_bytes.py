@@ -57,9 +57,9 @@ class TokenBytes:
 
 
 def num_before(text: str, raw: bytes) -> int:
-    """How many characters of `text` come from the tokens before the one that completed it, whose bytes are `raw`.
+    """How many characters of `text` come from earlier tokens. `raw`: the bytes of the token that completed `text`.
 
-    There are some if the earlier tokens were parts of a character that this token does not continue.
+    The number is above 0 if the earlier tokens were parts of a character that the last token does not continue.
     """
     own = raw.decode(errors="replace")
     return len(text) - len(own) if own and text.endswith(own) else 0

@@ -168,7 +168,7 @@ class HarmonyParser(AnswerParser):
                 return
 
     def _read_stray(self) -> Steps[None]:
-        """Reads a token in a wrong place, which is dropped, or text without a head."""
+        """Reads and drops a token in a wrong place. If there is no such token, reads text without a head."""
         reader = self._reader
         reader.begin_attempt()
         for token in TOKENS:

@@ -72,7 +72,8 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
                     _new_turn(messages)
                 thoughts[len(messages)].append(item.text)
             case MessageItem(role="assistant"):
-                if turn is None or turn.content:  # a text after a call stays in its turn, before its result
+                # A text after a call stays in the turn of the call, before the result.
+                if turn is None or turn.content:
                     turn = _new_turn(messages)
                 messages[-1] = replace(turn, content=item.text)
             case MessageItem() | FunctionCallOutputItem():
@@ -86,8 +87,8 @@ def messages_of(items: Iterable[KeptItem]) -> tuple[ChatMessage, ...]:
 
 
 def _without_cut_calls(items: Iterable[KeptItem]) -> Iterator[KeptItem]:
-    """The items without incomplete calls, whose arguments are not valid JSON, and without their results: agents also
-    answer such a call, with an error."""
+    """Leaves out incomplete calls, whose arguments are not valid JSON. Also leaves out the results of these calls: an
+    agent answers such a call, too, with an error."""
     cut: set[str] = set()
     for item in items:
         match item:
@@ -134,9 +135,10 @@ async def shortened(
 ) -> Conversation:
     """The conversation without its oldest exchanges. Leaves out as few as possible, so that `fits` returns true.
 
-    An exchange is a user's message and everything up to the next user's message that does not stand between a call and
-    its result, so calls stay with their results. System messages stay. A binary search finds the first exchange to
-    keep, since a conversation fits if a longer one fits. Raises PromptTooLong if not even the last exchange fits.
+    An exchange begins with a user's message and ends before the next one. A user's message between a call and its
+    result begins no exchange, so calls stay with their results. System messages stay. A binary search finds the first
+    exchange to keep, since a conversation fits if a longer one fits. Raises PromptTooLong if not even the last
+    exchange fits.
     """
     messages = conversation.messages
     begins = _begins(messages)

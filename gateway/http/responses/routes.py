@@ -148,7 +148,8 @@ def responses_routes(
 
     @routes.api_route(f"{PATH}/compact", methods=["POST", "GET", "DELETE"], include_in_schema=False)
     async def no_compaction() -> Response:
-        # So would `compact`, a path of OpenAI's API, and a POST would get a 405.
+        # Without this route, `compact`, a path of OpenAI's API, would be taken for such an id, and a POST would get a
+        # 405.
         raise HTTPException(404)
 
     @routes.get(PATH + "/{response_id}", summary="A stored response", **answer)
