@@ -29,5 +29,5 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
 
 @pytest.fixture(scope="session")
 def others(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
-    """Of another authority, with the same names."""
+    """Certificates of another authority, with the same names."""
     return make_certificates(tmp_path_factory.mktemp("others"))

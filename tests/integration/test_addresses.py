@@ -26,7 +26,7 @@ from tests.factories.security import KEYS
 from worker.request_plane import RequestServer
 
 TIMEOUT_S = 10.0
-NOBODYS = "203.0.113.77"  # RFC 5737: of no machine
+NOBODYS = "203.0.113.77"  # RFC 5737: an address that no machine has
 
 
 def host_of(address: str) -> str:
@@ -42,7 +42,7 @@ def test_a_kv_plane_is_reached_where_it_says(bind_host: str) -> None:
         assert host_of(producer.address) not in WILDCARDS
         consumer.send(producer.address, b"header")
         headers = []
-        for _ in range(100):  # the handshake wakes it too
+        for _ in range(100):  # the handshake also ends a wait
             headers += [arrival.header for arrival in producer.wait(TIMEOUT_S / 100)]
             list(consumer.wait(0.0))
             if headers:
@@ -85,7 +85,7 @@ def test_what_is_advertised_is_published_as_it_stands(host: str, in_url: str) ->
         (["2001:db8::7", "2001:db8::8"], "[2001:db8::7]"),
         (["2001:db8::7", "192.0.2.7"], "node.example"),
         (["192.0.2.7"], "node.example"),
-        (["::1"], "node.example"),  # in this host's own file
+        (["::1"], "node.example"),  # from the file of this host
         (["fe80::7%eth0"], "node.example"),
         (["fe80::7", "2001:db8::7"], "[2001:db8::7]"),
     ],

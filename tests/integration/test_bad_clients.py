@@ -1,4 +1,5 @@
-"""Clients that stop reading, vanish or cancel, many at once: the gateway is rid of them, and of all that was theirs."""
+"""Clients that stop reading, vanish or cancel, many at once: the gateway forgets them, and frees all that they
+held."""
 
 import asyncio
 import json
@@ -30,7 +31,7 @@ def connect(port: int | None, received_bytes: int = 4096) -> socket.socket:
 
 async def test_a_swarm_of_bad_clients_leaves_nothing_behind(folder: Path) -> None:
     async with gateway_with(folder, {}, {"w0": script}, write_timeout_s=0.5) as under_test:
-        await swarm(under_test, 10)  # what is made once is made now
+        await swarm(under_test, 10)  # makes objects that a process makes only once
         before = await held_by(under_test)
         await swarm(under_test, 50)
         # Some tasks live only for a moment, such as that of a heartbeat.

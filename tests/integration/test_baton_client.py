@@ -1,4 +1,4 @@
-"""The Python client of examples/: what it tries again, and that no token comes twice, whatever breaks when."""
+"""The Python client of examples/: which calls it retries; and no token comes twice, whatever breaks."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ NOWHERE = "127.0.0.1:9"
 
 
 class Gateway(pb_grpc.GenerationServiceServicer):
-    """Each call gets the next of these: responses, and a status to end with that is not OK."""
+    """Each call gets the next item of `script`: responses, perhaps with a status other than OK at the end."""
 
     def __init__(self, *script: "Sequence[pb.GenerateResponse | Ending]") -> None:
         self.script = list(script)
@@ -98,7 +98,7 @@ async def parts_of(client: BatonClient, **options: Any) -> list[Part]:
 async def ask(
     *gateways: Gateway, before: Sequence[str] = (), retry: Retry = QUICK, **options: Any
 ) -> tuple[list[int], str]:
-    """Sends a request to these gateways, after unreachable targets; the answer's tokens and text."""
+    """Sends a request to unreachable targets, then to these gateways. Returns the answer's tokens and text."""
     async with (
         asyncio.timeout(60),
         _all_serving(gateways) as targets,
@@ -151,7 +151,7 @@ async def test_what_breaks_goes_on_elsewhere_and_nothing_comes_twice(
     first, second = Gateway([*broken, DIED]), Gateway([tokens(1, 2, 3, text="a"), DIED], WHOLE)
     third = Gateway(WHOLE)
     assert await ask(first, second, third) == ([1, 2, 3, 4], "abcd")
-    # The same request each time, its seed too: else the answers would not be the same.
+    # Each time the same request with the same seed: otherwise, the answers would differ.
     requests = [*first.requests, *second.requests, *third.requests]
     assert len(requests) == 3
     assert all(request == requests[0] for request in requests)
@@ -159,7 +159,7 @@ async def test_what_breaks_goes_on_elsewhere_and_nothing_comes_twice(
 
 
 async def test_events_that_came_before_a_break_do_not_come_again() -> None:
-    """Though the other gateway cuts them otherwise."""
+    """This holds although the other gateway divides the text in other places."""
     begins, ends = (
         pb.AnswerEvent(call_begins=pb.CallBegins(name="f")),
         pb.AnswerEvent(call_ends=pb.CallEnds()),

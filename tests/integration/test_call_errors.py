@@ -24,7 +24,7 @@ GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
 
 
 async def over_http(under_test: GatewayUnderTest) -> str:
-    """Calls that are refused, and a few that are not; what /metrics says then."""
+    """Makes calls, most of which are refused. Returns the content of /metrics after them."""
     calls = [
         (None, GOOD, 401),
         ("wrong", GOOD, 401),

@@ -52,7 +52,7 @@ def test_a_fleet_is_taken_over_and_what_died_while_the_controller_hung_leaves_no
     with serving(*arguments, "--dtype", "auto", environment=RAY_ENVIRONMENT) as heir:
         ready = heir.wait_ready()
         status = baton("status", "--target", ready["target"], "--json")
-        assert json.loads(status.stdout)["dtype"] == "float32"  # as the fleet began, whatever is fast here
+        assert json.loads(status.stdout)["dtype"] == "float32"  # as when the fleet began
         assert {worker["pid"] for worker in ready["workers"]} == pids
         assert "took over the running fleet 'blue'" in heir.stderr
         asked = ("generate", "--target", ready["target"], "--json", "--max-tokens", "4", "--ignore-eos")

@@ -142,7 +142,7 @@ def test_the_first_serve_makes_the_secret_nobody_can_read_it_elsewhere_and_kill_
 
 
 def knock_until_counted(target: str, worker: dict[str, str]) -> None:
-    """A stranger without the secret; `baton status --json` shows that it was denied."""
+    """Connects without the secret, until `baton status --json` shows that the stranger was denied."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.connect(worker["request_address"])
@@ -174,5 +174,5 @@ def has_any(texts: list[str], hidden: list[str]) -> bool:
 
 
 def test_the_environment_of_these_tests_has_a_secret() -> None:
-    """So that no cluster of a test makes a secret in the home of the user who runs the test."""
+    """Otherwise, a cluster of a test would make a secret in the home of the user who runs the test."""
     assert len(os.environ[SECRET_VARIABLE]) >= 16

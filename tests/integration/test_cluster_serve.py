@@ -81,7 +81,7 @@ def test_the_ready_text_shows_how_to_talk_to_it(
         "w0 (prefill, pid",
         "w1 (decode, pid",
     ):
-        serve.wait_for_text(expected)  # which may come a moment after the line on stdout
+        serve.wait_for_text(expected)  # the text may come a moment after the line on stdout
 
 
 def test_everything_listens_on_loopback_only(shared: tuple[ServeProcess, dict[str, Any]]) -> None:

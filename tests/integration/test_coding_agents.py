@@ -268,7 +268,7 @@ async def test_results_and_answers_without_a_text(tmp_path: Path, empty: dict[st
 
 
 async def test_a_result_without_parts_in_the_responses_api(tmp_path: Path) -> None:
-    """As Vercel's AI SDK sends it if an MCP server returns nothing."""
+    """Vercel's AI SDK sends such a result if an MCP server returns nothing."""
     folder = make_tokenizer_dir(tmp_path, TEMPLATES["hermes"])
     turns = [
         {"type": "function_call", "call_id": "a", "name": "search", "arguments": "{}"},

@@ -67,7 +67,7 @@ async def test_a_gateway_follows_the_fleet_and_sends_commands() -> None:
             assert {endpoint.ref.name: endpoint for endpoint in view.endpoints} == before
             assert await client.call(DescribeFleet()) == await tested.controller.describe()
             await client.call(ReportLoad(REPORT))
-            # Waits for news, and has it when there is some.
+            # This call waits for a change of the view, and returns after the change.
             news = asyncio.create_task(client.call(WaitView(view.controller_incarnation, view.version, 30.0)))
             await client.call(SetWorkerRole("w1", WorkerRole.PREFILL))
             assert "w1" in {e.ref.name for e in (await news).endpoints if e.role is WorkerRole.PREFILL}
@@ -227,7 +227,7 @@ async def test_another_fleet_at_the_same_address_is_not_followed() -> None:
         other = _on_port(fleet_config(name="green"), port)
         async with control_server(other, tested.controller, model_path=Path("/models/other")):
             await _until_answered(client)
-            for _ in range(2):  # it does not get used to it
+            for _ in range(2):  # a second call gets the same error
                 with pytest.raises(
                     FleetEnded, match=r"another fleet .* cluster\.name is 'blue' in the former fleet, 'green'"
                 ):

@@ -1,4 +1,4 @@
-"""benchmarks/cuda_ipc.py on a pretended device: every figure that is asked for is there."""
+"""benchmarks/cuda_ipc.py on a pretended device: it prints every requested figure."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two processes and one device: what moves between them, by the real endpoints too, and what the end of one does.
+"""Two processes and one device: the bytes that move between them, and the effects of the end of one process.
 
 Every test runs on a pretended device as well, whose processes are threads, unless it is about PyTorch.
 """
@@ -130,9 +130,9 @@ def read_on(device: Device, pipe: Connection) -> None:
 def test_reads_end_though_the_owner_is_killed_and_write_nothing_but_its_bytes(
     device: Device, owner: tuple[Process, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Opened memory stays while a process has it open, or reads of it fail. Reports which; CUDA does not define it.
-
-    Who reads is a process of its own: if its context is lost, the other tests have theirs.
+    """When the owner ends, opened memory may stay, or reads of it may fail. CUDA does not define this, so the test
+    reports what happened. The reader is a process of its own: if the reader loses its context, the other tests keep
+    theirs.
     """
     process, description = owner
     consumer = device.start(read_on)
@@ -151,7 +151,7 @@ def test_reads_end_though_the_owner_is_killed_and_write_nothing_but_its_bytes(
 
 
 def staged(stager: Stager[str]) -> Staged[str]:
-    """The next thing that is over."""
+    """The next job that has ended."""
     clock = SystemClock()
     deadline = clock.now() + 30.0
     while not (done := stager.poll()):
@@ -186,7 +186,7 @@ def test_staging_moves_the_right_bytes_both_ways(device: Device, theirs: RankLay
 
 
 class Connector:
-    """A real connector over a device's memory, and its news."""
+    """A real connector over a device's memory, and its outputs."""
 
     def __init__(self, memory: CudaMemory, name: str, config: KVTransferConfig, block_size: int) -> None:
         self._has_output = threading.Event()

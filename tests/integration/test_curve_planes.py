@@ -36,7 +36,7 @@ from tests.factories.request_plane import STATUS
 from tests.factories.security import KEYS, OTHER_KEYS
 from worker.request_plane import RequestServer
 
-NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # silence is never the reason here
+NETWORK = NetworkConfig(heartbeat_interval_s=0.05, peer_timeout_s=60.0)  # no peer counts as silent
 TIMEOUT_S = 10.0
 TIMEOUT_MS = 10_000
 
@@ -324,5 +324,5 @@ def test_strangers_that_say_nothing_hold_no_connection(keys: Keys, monkeypatch: 
         host, _, port = server.address.removeprefix("tcp://").rpartition(":")
         for _ in range(3):
             with socket.create_connection((host, int(port)), timeout=20.0) as stranger:
-                while stranger.recv(1000):  # a greeting, and then the end
+                while stranger.recv(1000):  # sends a greeting, and then closes the connection
                     pass

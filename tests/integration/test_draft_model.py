@@ -42,7 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(params=["layers", "model"])
 def speculation(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Speculation:
-    """The served model's first layers, or another model, which has the same layers."""
+    """The draft model: the served model's first layers, or another model with the same layers."""
     return with_layers() if request.param == "layers" else with_model(pair)
 
 
@@ -133,7 +133,8 @@ def test_other_layers_in_their_own_pool_guess_as_the_models_first_layers_do(
 ) -> None:
     for limit in ("CATCH_UP", "MOST_CAUGHT_UP"):
         monkeypatch.setattr(f"engine.draft_model.{limit}", 100_000)
-    # A grammar takes as long as it takes to compile, and which requests share a step decides how many drafts each gets.
+    # The number of drafts of a request depends on the requests in its steps. The time to compile a grammar varies, and
+    # with it the requests in a step. So requests with a grammar are left out.
     requests = [each for each in make_requests() if each.sampling_params.structured_output is None]
     counts = []
     for name, drafting in (("layers", with_layers()), ("model", with_model(pair))):

@@ -1,4 +1,4 @@
-"""Behaviour 49: what crosses between processes are durations. Whatever their clocks read, the bytes are the same."""
+"""Behaviour 49: processes send each other durations, not times. The bytes do not depend on the processes' clocks."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ ORIGINS = (0.0, 2.0**20, 2.0**30)
 
 
 def begin(fabric: Fabric) -> tuple[Worker, Worker]:
-    """A prompt of 32 tokens, for which the decode worker waits a while, and then has room."""
+    """Begins the hand-over of a prompt of 32 tokens. The decode worker waits for a while, and then has room."""
     prefill, decode = fabric.add("p0"), fabric.add("d0")
     to_producer, to_consumer = both_ends(prefill.ref, decode.ref)
     prefill.compute(32)
@@ -77,7 +77,7 @@ def test_c49_no_message_of_a_hand_over_depends_on_what_a_clock_reads(
 
 
 def outputs_of(origin: float, role: TransferRole) -> bytes:
-    """What a worker says about a request whose load fails, or whose prompt it hands over."""
+    """A worker's outputs for a request whose load fails, or whose prompt the worker hands over."""
     clock, connector = VirtualClock(origin), FakeBlockMover()
     core = make_core(StepHook(lambda _: clock.advance(0.5)), connector, clock, async_scheduling=False)
     fabric = Fabric("zmq_tcp", began_at=origin)
@@ -94,7 +94,7 @@ def outputs_of(origin: float, role: TransferRole) -> bytes:
 
 
 def output_of(fabric: Fabric, role: TransferRole) -> KVConnectorOutput:
-    """How a real hand-over of the same request ended at one of its ends."""
+    """The output of one end of a real hand-over of the same request."""
     prefill, decode = begin(fabric)
     prefill.command(AbortSend("r", "the prefill failed", is_unneeded=False, is_held=True))
     fabric.deliver()

@@ -1,4 +1,4 @@
-"""The examples run as their docs say: against a real gateway, whose workers answer by heart."""
+"""The examples run as their docs say: against a real gateway, whose workers give prepared answers."""
 
 import asyncio
 import importlib.util
@@ -28,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed_by(model: Path, *command: str, answers: Sequence[str] = (ANSWER,)) -> str:
-    """GRPC, HTTP, ROOT and PYTHON in the command stand for what they are here. `answers`: to one request after another,
-    and the last one to all others."""
+    """The output of the command, in which GRPC, HTTP, ROOT and PYTHON stand for the addresses and the interpreter of
+    this test. `answers`: one answer for each request in turn. All further requests get the last answer."""
     return asyncio.run(_run(model, command, answers))
 
 
@@ -77,9 +77,9 @@ def test_curl(model: Path) -> None:
 
 
 def test_grpcurl(model: Path) -> None:
-    """Or `buf curl`, where there is none."""
+    """If grpcurl is not installed, the example uses `buf curl`."""
     out = printed_by(model, "sh", "examples/grpcurl.sh")
-    assert re.search(r'"has_?[cC]hat_?[tT]emplate":\s*true', out)  # each tool has names of its own
+    assert re.search(r'"has_?[cC]hat_?[tT]emplate":\s*true', out)  # the two tools write this name differently
     pieces = re.findall(r'"text":\s*"([^"]*)"', out)
     assert "".join(pieces) == ANSWER
     assert "FINISH_REASON_" in out
@@ -93,7 +93,7 @@ def test_the_openai_package(model: Path) -> None:
 
 
 def call(name: str, **arguments: str) -> str:
-    """As the format of models whose template knows no tools has it."""
+    """A call in the format for models whose template knows no tools."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 

@@ -30,7 +30,7 @@ HANG_ON_SIGNAL = Path(__file__).parent.parent / "factories" / "hang_on_signal"
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    """One prefill worker and two that decode; the tests share it, and leave a whole fleet behind."""
+    """One prefill and two decode workers. The tests share this fleet; each test leaves it complete."""
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model_dir(folder / "tiny", max_position_embeddings=16384)
     config = folder / "baton.yaml"
@@ -91,7 +91,7 @@ def test_a_killed_controller_takes_up_the_workers_it_finds_and_requests_go_on_me
     deadline = time.monotonic() + HEALING_TIMEOUT_S
     while not [p for p in serve.descendants() if "ControllerActor" in " ".join(p.cmdline())]:
         assert time.monotonic() < deadline
-    # It is asked for the whole picture, and answers.
+    # The new controller answers a command.
     drained = baton("drain", "--target", target, "w9")
     assert drained.returncode == 1
     assert "there is no worker 'w9'; the fleet has w0, w1, w2" in drained.stderr
@@ -155,7 +155,7 @@ def test_a_rollout_restarts_all_without_a_failed_request(target: str) -> None:
 
 
 def is_running(process: subprocess.Popen[str], pause_s: float) -> bool:
-    """After a pause, or without one if it has ended."""
+    """Whether the process still runs after the pause. If it has ended, returns before the pause is over."""
     try:
         process.wait(pause_s)
     except subprocess.TimeoutExpired:
@@ -173,7 +173,7 @@ def test_c50_a_drained_worker_is_gone_for_good(serve: ServeProcess, target: str)
     assert refused.returncode == 1
     assert "no decode worker serves" in refused.stderr
     ask(target)
-    controller_of(serve).suspend()  # who does not answer is not waited for
+    controller_of(serve).suspend()  # the command does not wait for a controller that does not answer
     serve.interrupt()
     interrupted = time.monotonic()
     assert serve.wait_gone() == 0

@@ -42,7 +42,7 @@ def num_steps(engine: WholeEngine) -> int:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Answers:
-    """Each token sampled in a step of its own."""
+    """The answers if each token is sampled in a step of its own."""
     with EnginesOf(folder) as engines:
         plain = engines.start("plain", speculation=PLAIN, **ROOMY)
         answers = ask(engines, plain, make_requests())

@@ -183,7 +183,7 @@ async def test_a_request_that_moves_says_where_to(folder: Path) -> None:
 
 
 async def test_transfers_say_which_attempt_they_belong_to(folder: Path) -> None:
-    """The page shows those of the last attempt, whose number is that of all attempts."""
+    """The page shows the transfers of the last attempt. The number of attempts identifies this attempt."""
     fleet = PacedFleet(folder, "hi", Pace(prefill_s=0.001, step_s=0.001))
     async with gateway_with(folder, fleet.scripts("w0"), fleet.scripts("w1")) as under_test:
         fleet.workers = under_test.workers
@@ -260,6 +260,6 @@ async def test_the_page_is_whole_and_asks_no_other_host(folder: Path) -> None:
     text = "".join(answer.text for answer in answers.values())
     named = set(re.findall(r"""(?:"page/|"\./)([a-z]+\.[a-z]+)""", text))
     assert named | {"index.html"} == FILES
-    # Whatever a worker is called and a model says goes in as text.
+    # The page inserts workers' names and models' answers as text.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
     assert not re.search(r"<script(?! type=\"module\" src=)|\son[a-z]+=|\sstyle=", answers["/"].text)

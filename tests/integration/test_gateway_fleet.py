@@ -1,4 +1,4 @@
-"""The workers that a gateway is connected to: whatever ends a connection, no request waits for its worker in vain."""
+"""The workers that a gateway is connected to: whatever ends a connection, no request waits for a lost worker."""
 
 import asyncio
 from collections.abc import AsyncIterator

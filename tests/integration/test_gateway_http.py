@@ -49,7 +49,7 @@ async def test_errors_have_the_shape_of_openais(
 
 
 async def test_paths_are_not_redirected(folder: Path) -> None:
-    """No redirect, whose scheme a proxy that ends TLS would make wrong; and probes may leave bodies out."""
+    """Behind a proxy that ends TLS, a redirect would name the wrong scheme. Probes may leave bodies out."""
 
     async with (
         gateway_with(folder, {}, {"w0": silent}) as under_test,

@@ -218,7 +218,7 @@ async def test_without_its_key_file_a_gateway_admits_nobody_and_blames_no_key(
 
 
 async def raw_get(under_test: GatewayUnderTest, path: str, key: str | None) -> str:
-    """The path as it is: clients would tidy it."""
+    """Requests the path unchanged: client libraries would normalize it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
     shown = "" if key is None else f"Authorization: Bearer {key}\r\n"
     writer.write(f"GET {path} HTTP/1.1\r\nHost: a\r\n{shown}Connection: close\r\n\r\n".encode())
@@ -305,7 +305,8 @@ async def test_a_keys_limits_hold_at_both_frontends(folder: Path) -> None:
 
 
 async def test_tokens_per_minute_hold_at_both_frontends(folder: Path) -> None:
-    """A call may use more than are left, and its `n` answers count; the next one waits until that is made up for."""
+    """A call may use more tokens than are left, and all of its `n` answers count. The next call must wait until this
+    debt is paid."""
     keys = (*API_KEYS, entry("few", "f", tokens_per_minute=60))
     workers = {"w0": answering([7, 8])}
     async with gateway_with(folder, {}, workers, api_keys=keys, credentials=AS_ADMIN) as under_test:

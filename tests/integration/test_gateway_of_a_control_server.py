@@ -85,7 +85,7 @@ async def _restart_the_server(
     client: GatewayClient,
     gateway: ServeProcess,
 ) -> None:
-    """Killed, then there again, then ended in good order."""
+    """The server is killed, started again, and then ended properly."""
     server._socket.close()
     await controller_becomes(client, "away")
     assert await ask(client) == ANSWER

@@ -50,7 +50,7 @@ async def test_a_report_does_not_count_requests_that_wait_for_room_at_the_gatewa
 
 
 async def test_a_report_counts_requests_that_wait_for_a_prefill_worker(folder: Path) -> None:
-    """Another decode worker would not help these."""
+    """Another decode worker would not help these requests."""
     async with gateway_with(folder, {}, {"d0": silent}, require_disaggregated=True) as under_test:
         gateway = under_test.gateway
         asking = asyncio.create_task(under_test.ask())

@@ -217,7 +217,7 @@ async def test_renewed_certificates_are_taken_up_without_a_restart(
         assert (await under_test.client.model_info())["model"] == "tiny"
         assert await ask_https(under_test, files.trusting(own(files))) == 200
         install(others)
-        await asyncio.sleep(1.1)  # real files and real TLS: the looks are a second apart
+        await asyncio.sleep(1.1)  # files and TLS are real here, and the gateway reads the files once a second
         assert await ask_https(under_test, others.trusting(own(others))) == 200
         assert await ask_https(under_test, files.trusting(own(files))) == 0
         assert await ask_grpc(under_test, others.credentials(has_own=asks_clients)) == "tiny"
@@ -342,7 +342,7 @@ def test_half_a_renewal_changes_nothing(
     assert certificates.current() is before
     assert "does not match the certificate" in caplog.text
     shutil.copy(others.folder / "gateway.key", tmp_path)
-    assert certificates.current() is before  # looks are a second apart
+    assert certificates.current() is before  # the files are read once a second
     clock.advance(1.0)
     assert certificates.current().cert_pem == (others.folder / "gateway.pem").read_bytes()
 

@@ -39,7 +39,7 @@ ANSWER = [5, 6, 7]
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Span]]]:
-    """Its base URL, and the spans that came."""
+    """A collector. Yields its base URL, and the spans that it receives."""
     spans: list[Span] = []
 
     class Receive(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Several gateways to one fleet: each serves alone, and what becomes of one is nothing to the others."""
+"""Several gateways of one fleet: each serves alone, and the end of one does not affect the others."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
             pids = {worker["pid"] for worker in ready["workers"]}
             assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process().nice()}
             ready = early.wait_ready()
-            # It opened as soon as it could serve, which takes no prefill worker.
+            # The gateway opened as soon as it could serve, which needs no prefill worker.
             assert {worker["pid"] for worker in ready["workers"]} <= pids
             with joining(str(config), *fleet, environment=RAY_ENVIRONMENT) as doomed:
                 targets = ready["target"], doomed.wait_ready()["target"]
@@ -74,7 +74,7 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
 
 
 def the_one_that_serves(one: ServeProcess, other: ServeProcess) -> tuple[ServeProcess, dict[str, Any]]:
-    """Of two commands that start a fleet of one name at once; the other one has ended."""
+    """The command that serves, of two commands that start a fleet of one name at once. The other command has ended."""
     with ThreadPoolExecutor(2) as readers:
         lines = list(readers.map(lambda serve: serve.process.stdout.readline(), (one, other)))
     assert sorted(map(bool, lines)) == [False, True], one.stderr + other.stderr
@@ -105,7 +105,8 @@ async def kill_one_under_load(doomed_pid: int, target: str, doomed_target: str) 
         for lost in await asyncio.gather(*there, return_exceptions=True):
             assert isinstance(lost, GatewayError)
             assert lost.code == "UNAVAILABLE", lost
-        # What the dead one had ends while the other one's requests run, and the one that went over to it.
+        # The requests of the dead gateway end. Those of the other gateway still run, and so does the request that
+        # moved there.
         async with asyncio.timeout(REST_TIMEOUT_S):
             while await num_requests(client) > len(here) + 1:
                 await asyncio.sleep(0.05)

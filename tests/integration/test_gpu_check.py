@@ -32,7 +32,7 @@ HALVES = (
 @pytest.mark.slow
 @pytest.mark.by_hand  # minutes on two cores; `make gpu-dry-run` does the same, and its parts have tests
 def test_a_dry_run_goes_through_every_part_with_the_packages_of_a_gpu_machine(tmp_path: Path) -> None:
-    """In two processes, since most of it computes on one core."""
+    """The parts run in two processes, since most of them compute on one core."""
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "scripts/gpu_venv.py", str(tmp_path / "venv")], cwd=ROOT, check=True)
     results = ROOT / "benchmarks" / "results"

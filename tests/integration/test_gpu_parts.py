@@ -113,7 +113,7 @@ def test_work_that_takes_too_long_is_ended() -> None:
 
 
 def test_kernels_of_a_trace_are_summed_up() -> None:
-    """Two that overlap, as launches that need not wait for one another do; then a gap of 10 us."""
+    """Two kernels overlap, since the second launch need not wait for the first. A gap of 10 us follows."""
     events: list[dict[str, Any]] = [
         {"cat": "kernel", "name": "a", "ts": 100, "dur": 20},
         {"cat": "kernel", "name": "b", "ts": 110, "dur": 20},

@@ -150,7 +150,7 @@ async def test_a_client_that_is_gone_without_a_word_is_noticed(
 async def test_clients_may_ping_so_often_and_not_more(
     folder: Path, allowed_s: float, is_disconnected: bool
 ) -> None:
-    """Spoken by hand: gRPC's own clients refuse to ping that often."""
+    """The test writes HTTP/2 itself, since gRPC's own clients refuse to ping that often."""
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4)
 
     def flood(port: int) -> bool:
@@ -175,7 +175,7 @@ async def test_clients_may_ping_so_often_and_not_more(
 
 
 def frame(kind: int, body: bytes = b"") -> bytes:
-    """One of HTTP/2's, for the connection as a whole."""
+    """A frame of HTTP/2 that concerns the whole connection."""
     return len(body).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + body
 
 
@@ -259,7 +259,7 @@ async def test_a_client_that_stops_reading_loses_its_call(
     monkeypatch.setattr(guard, "ABORT_TIMEOUT_S", 0.1)
 
     def fat_output(request: EngineRequest, position: int, count: int) -> RequestOutput:
-        """Half a megabyte in all: more than a client that does not read is sent."""
+        """Half a megabyte in all: more than the gateway sends to a client that does not read."""
         logprobs = TokenLogprobs(1, -1.0, 1, tuple((token_id, -1.0) for token_id in range(20)))
         return RequestOutput(
             request_id=request.request_id,

@@ -40,7 +40,7 @@ async def error_of(under_test: GatewayUnderTest, request: pb.GenerateRequest) ->
 
 
 def detail(error: grpc.aio.AioRpcError, kind: Any) -> Any:
-    """The one of that kind among google.rpc's details; raises if it is not there once."""
+    """The detail of this kind among google.rpc's details; raises unless there is exactly one."""
     status = rpc_status.from_call(error)
     assert status is not None
     assert status.message == error.details()
@@ -147,7 +147,8 @@ async def test_an_unknown_worker_has_a_reason_of_its_own(folder: Path) -> None:
 
 
 async def test_client_text_in_errors_is_bounded(folder: Path) -> None:
-    """Or the status would not fit into the headers that clients take, and they would see another error."""
+    """Otherwise, the status would not fit into the headers that clients accept, and clients would see another
+    error."""
 
     control = FakeFleetControl(fleet_of())
     async with gateway_with(folder, {}, {}, control=control) as under_test:

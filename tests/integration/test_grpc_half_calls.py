@@ -115,7 +115,7 @@ async def test_a_bounded_number_may_watch_the_health_and_all_may_ask(
         grpc.aio.insecure_channel(target_of(under_test)) as channel,
     ):
         health: Any = health_pb2_grpc.HealthStub(channel)
-        for _ in range(2):  # those that have left do not count
+        for _ in range(2):  # clients that have left do not count
             watch = health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == HEALTHY
             code, _ = await end_of(health.Watch(health_pb2.HealthCheckRequest()))
@@ -137,7 +137,7 @@ async def test_a_watcher_that_does_not_read_delays_no_other(folder: Path) -> Non
         writer.write(watch_without_reading())
         async with asyncio.timeout(20):
             while b"application/grpc" not in await reader.read(4096):
-                pass  # its headers say that its status is on its way, for which it has no room
+                pass  # the headers say that a status follows, for which the client leaves no room
             health: Any = health_pb2_grpc.HealthStub(channel)
             watch = health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == HEALTHY

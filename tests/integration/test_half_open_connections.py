@@ -114,8 +114,8 @@ async def test_at_the_limit_the_oldest_refused_connection_gives_way_to_the_next(
 async def test_endless_strangers_keep_no_client_out_with_few_files(
     folder: Path, files: CertificateFiles
 ) -> None:
-    """A gateway with 1,100 files at most, and more silent strangers than that: they took the last file, HTTPS and gRPC
-    stood, and the log grew by megabytes a second."""
+    """The gateway may open 1,100 files, and more silent strangers connect. Once, the strangers took the last file:
+    HTTPS and gRPC stopped, and the log grew by megabytes a second."""
     own_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= own_limits[1] < 2000:
         pytest.skip("this machine does not allow a client so many files")
@@ -139,7 +139,7 @@ async def ask_all(ports: dict[str, int], files: CertificateFiles) -> None:
 
 @contextmanager
 def limited_gateway(folder: Path, files: CertificateFiles) -> Iterator[tuple[dict[str, int], Path]]:
-    """In a process that may open 64 files, and 1,100 if it asks; its ports, and where its log is."""
+    """A gateway in a process that may open 64 files, or 1,100 if it asks. Yields its ports and the path of its log."""
     errors = files.folder / "limited_gateway.log"
     with errors.open("wb") as log:
         process = subprocess.Popen(

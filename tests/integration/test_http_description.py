@@ -1,4 +1,4 @@
-"""/openapi.json is true: schemathesis makes requests of it, and answers are what it says they are."""
+"""/openapi.json is true: schemathesis makes requests from it, and all answers match it."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers that come before the whole request: their clients get them, although they still send."""
+"""Answers that come before the end of the request: clients get them, although they are still sending."""
 
 import asyncio
 import http.client

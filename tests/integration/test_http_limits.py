@@ -219,7 +219,7 @@ async def test_connections_that_owe_a_request_are_cut_off_and_those_that_wait_fo
             assert await ends(under_test, b"")
             assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: ")
             assert await ends(under_test, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /hea")
-            # Answered before its body has arrived, which it then never does.
+            # The request is answered before its body has arrived. The body never arrives.
             assert await ends(under_test, HEAD + b"content-length: 999999999\r\n\r\n{")
             body = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 2}).encode()
             waits = with_body(body).replace(b"/tokenize", b"/v1/completions")

@@ -1,4 +1,5 @@
-"""Web pages in a browser on the gateway's machine: neither their own names nor their requests get them anything."""
+"""Web pages in a browser on the gateway's machine: neither a page's own host name nor its requests give the page
+access."""
 
 import asyncio
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_names_that_could_not_count_are_an_error(config: dict[str, Any]) -> None
 
 
 async def test_no_page_is_given_leave_to_ask_or_to_read(folder: Path) -> None:
-    """What a page may send without leave is refused, too."""
+    """Requests that a page may send without permission are refused, too."""
 
     async with (
         gateway_with(folder, {}, {}) as under_test,

@@ -33,7 +33,7 @@ def read_answer(client: socket.socket) -> tuple[HTTPResponse, bytes]:
 
 
 def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Of the HTTP side; what the scripted workers say of the gateway's end is theirs."""
+    """Log lines of the HTTP side. The scripted workers also log the gateway's end; these lines are left out."""
     return [
         record.getMessage()
         for record in caplog.records
@@ -62,8 +62,8 @@ def test_running_requests_may_end_and_an_idle_connection_delays_no_shutdown(
 def test_requests_that_were_sent_before_a_client_knows_of_the_stop_are_answered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy has just sent one on an open connection, and another on a connection that is not accepted yet. It sends
-    no further request there, since the answers close their connections."""
+    """A proxy has just sent one request on an open connection, and another on a connection that is not accepted yet.
+    It sends no further request there, since the answers close their connections."""
     monkeypatch.setattr("gateway.http.server.LAST_REQUESTS_S", 60.0)
     body = json.dumps(completion(max_tokens=2)).encode()
     head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -1,4 +1,5 @@
-"""The interference benchmark in small: a real server asked by its client, and what it makes of the times it saw."""
+"""The interference benchmark in small: its client asks a real server, and its figures follow from the measured
+times."""
 
 import json
 import os

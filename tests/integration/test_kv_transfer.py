@@ -98,7 +98,7 @@ class Worker:
         self.connector.save_kv_blocks(metadata, set())
 
     def until(self, pick: Callable[[KVConnectorOutput], tuple[T, ...]], timeout_s: float = 60.0) -> T:
-        """The first piece of news that `pick` finds; other news is kept."""
+        """The first output in which `pick` finds something. All other outputs are kept."""
         end = time.monotonic() + timeout_s
         while True:
             for news in self._news:
@@ -110,7 +110,7 @@ class Worker:
             self._news.append(self.connector.get_finished())
 
     def gather(self, is_enough: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
-        """Everything that happens until it is enough."""
+        """All outputs together, as soon as they are enough."""
         end, news = time.monotonic() + 60.0, KVConnectorOutput()
         while not is_enough(news):
             assert self._has_output.wait(max(0.0, end - time.monotonic())), f"only {news}"

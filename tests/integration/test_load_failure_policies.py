@@ -1,4 +1,5 @@
-"""Behaviour 34 at the gateway: who gets no prompt is sent elsewhere, left to its decode worker, or refused."""
+"""Behaviour 34 at the gateway: a request whose prompt does not arrive moves, stays on its decode worker, or is
+refused."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +31,8 @@ def is_producer(request: EngineRequest) -> bool:
 
 
 def only_from(prefill: str) -> Script:
-    """A decode worker that prompts reach from one prefill worker only; alone, it computes them."""
+    """A decode worker that gets prompts from only one prefill worker. It computes the prompts of local requests
+    itself."""
 
     def script(request: EngineRequest) -> list[RequestOutput]:
         if request.kv_transfer is None:
@@ -49,7 +51,7 @@ def only_from(prefill: str) -> Script:
 
 
 def lost_transfer(transfer: KVTransferParams) -> TransferRecord:
-    """Begun a second after its arrival, and given up two seconds later."""
+    """A transfer that began a second after the request's arrival, and was given up two seconds later."""
     return TransferRecord(
         role=transfer.role,
         peer=transfer.peer.name,
@@ -69,7 +71,7 @@ def handing_over(request: EngineRequest) -> list[RequestOutput]:
 
 
 async def answer(under_test: GatewayUnderTest, **options: Any) -> tuple[list[int], dict[str, Any]]:
-    """The tokens that reached the client, and who computed them."""
+    """The tokens that reached the client, and the workers that computed them."""
     events = await under_test.ask(**options)
     assert events[-1].completion is not None
     return tokens_of(events), events[-1].completion.placement

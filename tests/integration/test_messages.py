@@ -38,7 +38,7 @@ async def accumulated(client: AsyncAnthropic, **fields: Any) -> Message:
 
 
 def content_of(message: Message) -> list[dict[str, Any]]:
-    """Without the ids of calls, which are the request's own."""
+    """The content without the ids of calls, which differ from request to request."""
     return [block.to_dict() | ({"id": ""} if block.type == "tool_use" else {}) for block in message.content]
 
 

@@ -1,4 +1,5 @@
-"""Behaviours 51 to 53 at the gateway: a request that loses its worker goes on elsewhere, behind what the client has."""
+"""Behaviours 51 to 53 at the gateway: a request that loses its worker continues elsewhere, after the client's
+tokens."""
 
 import asyncio
 import time
@@ -63,7 +64,7 @@ def begun(call: asyncio.Task[Any] | None) -> asyncio.Event:
 async def lose(
     under_test: GatewayUnderTest, worker: str, call: "asyncio.Task[list[RequestEvent]]"
 ) -> EngineRequest:
-    """Waits until the worker has said its half, and removes it; the request that it had."""
+    """Waits until the worker has sent half of the answer, and removes the worker. Returns the request that it had."""
     request = await under_test.workers[worker].next_request()
     await begun(call).wait()
     assert not call.done()
@@ -219,8 +220,8 @@ async def test_c51_a_request_that_kills_its_workers_ends(
 
 
 async def test_c51_a_new_connection_to_a_worker_ends_what_it_did_over_the_former_one(folder: Path) -> None:
-    """The new connection's Hello ends it, rather than an abort: outside a session, an abort would be dropped,
-    and yet be counted."""
+    """The Hello of the new connection ends the request, not an abort: outside a session, an abort would be dropped,
+    but still counted."""
     async with gateway_with(folder, {}, {"w0": silent}) as under_test:
         w0, call = under_test.workers["w0"], asyncio.create_task(ask(under_test))
         await w0.next_request()

@@ -72,7 +72,7 @@ def test_a_failed_pool_stays_failed_until_it_is_opened_anew(owner: Owner, reader
 
 
 def test_a_restart_of_the_agent_ends_all_reads(owner: Owner, reader: NixlReader) -> None:
-    """A stopped peer leaves no other way to end a read; what others had under way ends with an error."""
+    """There is no other way to end a read from a stopped peer. Reads from other peers then end with an error."""
     with Owner("nixl", NBYTES, seed=2) as silent, Owner("nixl", NBYTES, seed=3) as silent_too:
         first, second = reader.open(silent.description), reader.open(silent_too.description)
         remote = reader.open(owner.description)

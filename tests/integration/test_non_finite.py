@@ -136,8 +136,8 @@ def test_c55_a_worker_whose_weights_are_wrong_from_the_start_serves_nothing(wron
 def test_c55_a_prefill_worker_whose_logits_are_not_finite_hands_nothing_over(
     folder: Path, wrong_folder: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole or in chunks, the decode worker computes the prompt itself. The fault is in the memory, not in the files:
-    with other files, the workers would exchange nothing."""
+    """The decode worker computes the prompt itself, whether the prompt comes whole or in chunks. The fault is in the
+    memory, not in the files: with other files, the workers would exchange nothing."""
     digest = partial(model_digest, wrong_folder)
     monkeypatch.setattr("engine.loading.loader.model_digest", lambda _folder, **options: digest(**options))
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -19,7 +19,8 @@ PROMPT = TOKENIZER.encode("Hello").ids
 
 
 def with_logprobs(request: EngineRequest) -> list[RequestOutput]:
-    """The answer; the likeliest token is another one, and the least likely one impossible."""
+    """The answer with log-probabilities. Token 65 is likelier than the answer's own token, and token 66 is
+    impossible."""
     return [
         RequestOutput(
             request_id=output.request_id,
@@ -80,7 +81,7 @@ async def test_prompts_of_every_kind_get_n_answers_each_in_their_order(
 
 
 def cached(request: EngineRequest) -> list[RequestOutput]:
-    """The answer, to a prompt of which all but one token were in a prefix cache."""
+    """The answer to a prompt. All but one of the prompt's tokens were in a prefix cache."""
     outputs = outputs_of(request, ANSWER)
     for output in outputs:
         output.num_cached_tokens = len(request.prompt_token_ids) - 1

@@ -121,7 +121,7 @@ async def test_a_client_may_name_its_request(folder: Path) -> None:
 
 
 async def test_the_name_of_a_request_ends_the_answers_to_all_of_its_prompts(folder: Path) -> None:
-    """Though its length leaves no room to number them."""
+    """This holds even if the name is so long that no number fits behind it."""
     name = "m" * 128
 
     async with openai_with(folder, silent) as (under_test, client):

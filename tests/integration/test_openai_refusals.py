@@ -22,7 +22,7 @@ TEXT: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
 
 
 async def refusals(folder: Path, path: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The error of each; a good request is answered after all of them."""
+    """The error of each request. After all of them, a good request is answered."""
     errors = []
     async with (
         gateway_with(folder, {}, {"d0": answering(ANSWER)}) as under_test,

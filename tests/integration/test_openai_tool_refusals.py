@@ -176,7 +176,7 @@ async def test_each_is_refused_by_its_path_and_a_good_one_is_answered_after_them
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_model_without_tools_refuses_them_by_name(folder: Path, stream: bool) -> None:
-    """So does the model's format with whatever else it cannot do, in the client's terms."""
+    """The model's format also refuses all other fields that it does not support, by the client's names."""
 
     class Refusing(MarkedFormat):
         def template_arguments(self, conversation: Any) -> dict[str, Any]:

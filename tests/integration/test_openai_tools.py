@@ -180,7 +180,7 @@ async def test_reasoning_can_be_left_out(folder: Path) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"skip_special_tokens": False}, {"include_reasoning": False}])
 async def test_usage_counts_the_tokens_of_reasoning(folder: Path, extra: dict[str, Any]) -> None:
-    """It counts those of all answers together, whole and streamed, and 0 where the model only answers."""
+    """The count is the sum over all answers, whole and streamed. It is 0 if the model does not reason."""
     expected = len(TOKENIZER.encode("<think>hm, é</think>").ids)
     async with model_says(folder, TALKATIVE) as (under_test, client):
         for n in (1, 3):

@@ -1,4 +1,4 @@
-"""Streams that wait for long: clients get pings, which their packages read past, and late errors as events."""
+"""Streams that wait for long: clients get pings, which their packages skip, and late errors as events."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ LATE = {
 
 @pytest.fixture
 def pinged(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set whenever a ping went out, which is soon."""
+    """Is set whenever a ping was sent. The first ping comes soon."""
     event, send = asyncio.Event(), EventSender.__call__
 
     async def noted(sender: EventSender, body: bytes) -> None:
@@ -77,7 +77,8 @@ async def text_of(under_test: GatewayUnderTest, path: str) -> str:
 
 
 def check_beginning(path: str, text: str) -> None:
-    """A stream begins with a ping. Responses need their first events before, and number all events."""
+    """Checks that a stream begins with a ping. In /v1/responses, the first events come before it, and all events are
+    numbered."""
     beginning, ping, _ = text.partition(PING[path])
     assert ping
     if path != "/v1/responses":

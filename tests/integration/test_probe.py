@@ -1,4 +1,4 @@
-"""`baton probe` against what it is for: a gateway's pages with and without TLS, a control server, and mere ports."""
+"""`baton probe` with all its targets: a gateway's pages with and without TLS, a control server, and plain ports."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ from tests.factories.security import SECRET
 
 
 class Pages(BaseHTTPRequestHandler):
-    """As a gateway's: alive, and not ready."""
+    """The pages of a gateway that is alive, but not ready."""
 
     def do_GET(self) -> None:
         code, body = (200, b"{}") if self.path == "/health" else (503, b'{"reason": "no decode worker"}')
@@ -33,7 +33,7 @@ class Pages(BaseHTTPRequestHandler):
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A handshake that fails is what a test is about."""
+    """Prints no error for a failed handshake, since a test makes handshakes fail."""
 
     def handle_error(self, *_: object) -> None: ...
 
@@ -99,8 +99,8 @@ def test_a_gateway_with_tls_is_asked_as_it_wants(
 
 
 def test_an_authority_counts_as_in_grpc(tmp_path: Path, files: CertificateFiles) -> None:
-    """One without the extensions of RFC 5280, which Python refuses from 3.13 on, and one without its root, which Python
-    refuses before."""
+    """Python would refuse both authorities of this test: one lacks extensions of RFC 5280 (from Python 3.13 on), and
+    one lacks its root (before 3.13)."""
     make_certificate(
         tmp_path, "plain", (files.ca, files.folder / "ca.key"), "-addext", "basicConstraints=CA:TRUE"
     )

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {"max_model_len": len(LONG) + 100, "max_unread_tokens":
 
 
 def scripted(request: EngineRequest) -> list[RequestOutput]:
-    """The answer, of which each token is certain."""
+    """The answer. The probability of each of its tokens is 1."""
     outputs = answering(ANSWER)(request)
     for output in outputs:
         if request.sampling_params.logprobs is not None:

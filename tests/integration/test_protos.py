@@ -19,7 +19,7 @@ BREAKING = {
 
 
 def breaking(folder: Path) -> subprocess.CompletedProcess[str]:
-    """As `make lint` asks it, of another folder."""
+    """The breaking changes that the check of `make lint` finds in another folder."""
     command = [str(BUF), "breaking", "--against", "protos/released.binpb"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
 

@@ -113,7 +113,7 @@ def proxy(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def proxied(name: str, folder: Path, tmp_path: Path, script: Script) -> AsyncIterator[Proxied]:
-    """`script`: that of the gateways' workers, one each."""
+    """`script`: the script of the workers, of which each gateway has one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

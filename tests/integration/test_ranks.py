@@ -73,7 +73,7 @@ class RunningRanks:
         return result.output.sampled_token_ids["sum"][0]
 
     def fails(self) -> str:
-        """Waits until the connector says that the worker is over, and returns why."""
+        """Waits until the connector says that the worker has failed, and returns the reason."""
         end = time.monotonic() + SOON_S
         while time.monotonic() < end:
             assert self.woken.wait(end - time.monotonic())

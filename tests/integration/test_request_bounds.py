@@ -24,7 +24,7 @@ from gateway.grpc.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from gateway.preprocess import MAX_SALT_CHARACTERS
 from tests.factories.gateway import answering, gateway_with
 
-# What to set, over which number of things, up to how many, and the field that an error names.
+# The field that an error names: a function that makes the fields for a number of things, and the largest such number.
 BOUNDS: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "stop": (lambda n: {"stop": [f"<{i}>" for i in range(n)]}, MAX_STOP_STRINGS),
     "stop (length)": (lambda n: {"stop": ["x" * n]}, MAX_STOP_CHARACTERS),
@@ -136,7 +136,7 @@ async def test_an_answer_that_is_not_streamed_is_bounded_at_every_frontend(
 
 
 async def why_not(stub: Any, message: pb.GenerateRequest | engine_pb.GenerateRequest) -> str:
-    """Empty if it was answered."""
+    """The error of the request; empty if the request was answered."""
     try:
         async for _ in stub.Generate(message):
             pass

@@ -80,7 +80,7 @@ def test_c44_a_hello_meant_for_another_incarnation_opens_nothing(
     server: RequestServer, gateway: GatewaySocket, engine: RecordingEngine
 ) -> None:
     gateway.send(Hello("incarnation-0", "g", 1, None, 0))
-    assert gateway.receive() == Heartbeat(STATUS, None, 0)  # from which the gateway learns who is there now
+    assert gateway.receive() == Heartbeat(STATUS, None, 0)  # names the incarnation that serves now
     gateway.send(SubmitRequest(REQUEST, None))
     gateway.send(HELLO)
     gateway.send(AbortRequests(("r",), 1))
@@ -137,7 +137,7 @@ def test_c42_a_gateway_that_never_stops_sending_delays_no_heartbeats() -> None:
 
 
 class LeapingClock(SystemClock):
-    """As a process that stood still finds it."""
+    """A clock that leaps, as it does for a process that stood still."""
 
     def __init__(self) -> None:
         self.leapt_s = 0.0
@@ -173,7 +173,7 @@ def test_c42_a_gateway_whose_order_was_lost_starts_anew(
     gateway.send(HELLO)
     gateway.send(SubmitRequest(REQUEST, 1))
     gateway.send(Hello("incarnation-1", "g", 1, 1, 2))  # the second command is the one that did not come
-    gateway.send(AbortRequests(("r",), 1))  # said before the gateway could know
+    gateway.send(AbortRequests(("r",), 1))  # sent before the gateway could know of the loss
     gateway.send(SubmitRequest(REQUEST, 2))
     received = [engine.received.get(timeout=60) for _ in range(3)]
     assert received == [

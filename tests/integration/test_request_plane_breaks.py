@@ -1,6 +1,6 @@
 """The connection between gateway and worker breaks for a moment: no request waits for what was lost on the way.
 
-Each break is shorter than the silence that would end a worker anyway, so that it has to be noticed by itself.
+Each break is shorter than the silence after which a worker counts as lost. So the break itself must be noticed.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ async def test_c42_an_order_that_was_lost_is_missed(folder: Path, caplog: pytest
 
 
 async def test_a_break_ends_no_request_even_where_there_is_nobody_else(folder: Path) -> None:
-    """The worker was out of reach for a moment, and is asked again."""
+    """The worker was out of reach for a moment. Then it gets the request again."""
 
     async with worker_behind_a_line(folder) as (under_test, d0, line):
         tokens = asyncio.create_task(answer(under_test))
@@ -156,7 +156,7 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
     network = NETWORK.model_copy(update={"peer_timeout_s": 10.0})
     async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
         [client] = under_test.gateway.workers.clients
-        client._timeout._heard_since = -1e6  # it is known for long
+        client._timeout._heard_since = -1e6  # the gateway has known this for long
         under_test.workers["d0"].goes_on.clear()
         await under_test.until(lambda: client.is_lost)
         under_test.workers["d0"].goes_on.set()

@@ -37,7 +37,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "the sea"}}\n</tool
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose template thinks, and knows tools in Hermes' way."""
+    """A tokenizer whose template has reasoning, and tools in Hermes' format."""
     return make_tokenizer_dir(tmp_path_factory.mktemp("thinker"), THINKING)
 
 
@@ -94,7 +94,8 @@ async def test_an_answer_that_is_cut_off_is_incomplete(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_loop_with_tools_and_reasoning(thinker: Path, is_stream: bool) -> None:
-    """The model thinks, calls, gets the result and answers; what was said comes back by the response's id."""
+    """The model thinks, calls, gets the result and answers. The second request continues the first response by its
+    id."""
     script = saying(f"<think>\nLook first</think>\n\n{CALL}", "<think>\nI see</think>\n\nIt is blue")
 
     async with openai_with(thinker, script, max_model_len=2048) as (under_test, client):

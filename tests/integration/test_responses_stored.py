@@ -374,7 +374,7 @@ def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_many_turns_of_one_conversation(folder: Path) -> None:
-    """Twenty, each by the last one's id."""
+    """Twenty turns, each of which continues the response before it by its id."""
     async with openai_with(folder, says, max_model_len=4096) as (under_test, client):
         previous = None
         for number in range(20):

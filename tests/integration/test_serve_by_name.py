@@ -72,7 +72,7 @@ def test_a_fleet_serves_one_commit_of_a_name_and_restarts_with_it(tmp_path: Path
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
-    """For commands in this process."""
+    """A stub Hub for commands in this process."""
     with stub_hub() as hub:
         use_in_this_process(hub, tmp_path / "hf", monkeypatch)
         yield hub

@@ -46,7 +46,7 @@ async def ask(
 
 
 async def serving_workers(client: GatewayClient) -> dict[str, dict[str, Any]]:
-    """Those that are ready, by name."""
+    """The workers that are ready, by name."""
     workers = (await client.describe())["workers"]
     return {worker["name"]: worker for worker in workers if worker["state"] == "ready"}
 
@@ -112,7 +112,7 @@ async def stand_still_and_leave(serve: ServeProcess) -> None:
         await asyncio.sleep(STOOD_S)
         serve.process.send_signal(signal.SIGCONT)
         assert await asyncio.gather(*asking) == [expected] * 2
-        await asyncio.sleep(1.0)  # a supervisor that wanted to kill one would have
+        await asyncio.sleep(1.0)  # by now, a supervisor would have killed a worker that it took for dead
         await renewed(client, before)
         assert await ask(client, 5) == expected[:5]
         assert "silent for too long" in serve.stderr, "it stood still for long enough to be missed"
@@ -134,12 +134,12 @@ async def exercise(serve: ServeProcess) -> None:
         expected = await ask(client)
         before = await serving_workers(client)
         assert set(before) == {"w0", "w1", "w2"}
-        # One is killed, one hangs.
+        # One worker is killed, and one hangs.
         os.kill(before["w0"]["pid"], signal.SIGKILL)
         os.kill(before["w1"]["pid"], signal.SIGSTOP)
         assert await ask(client) == expected
         await renewed(client, before, "w0", "w1")
-        # One changes its role, and stays what it is otherwise.
+        # One worker changes its role, and nothing else about it changes.
         healed = await serving_workers(client)
         await client.set_role("w1", WorkerRole.PREFILL)
         changed = await serving_workers(client)
@@ -147,12 +147,12 @@ async def exercise(serve: ServeProcess) -> None:
         assert {n: w["pid"] for n, w in changed.items()} == {n: w["pid"] for n, w in healed.items()}
         await client.set_role("w1", WorkerRole.DECODE)
         assert await ask(client) == expected
-        # All forget their prefix caches, once the last hand-over's blocks are no longer leased.
+        # All workers empty their prefix caches, once the blocks of the last hand-over are no longer leased.
         async with asyncio.timeout(TIMEOUT_S):
             while any("leased" in flush.obstacle for flush in await client.flush_cache()):
                 await asyncio.sleep(0.1)
         assert await client.flush_cache() == tuple(map(CacheFlush, ("w0", "w1", "w2")))
-        # Two are restarted, and one leaves.
+        # Two workers are restarted, and one of them is drained.
         steps = [step async for step in client.rollout(["w0", "w2"])]
         assert [step.worker for step in steps] == ["w0", "w2"]
         await renewed(client, healed, "w0", "w2")

@@ -1,4 +1,4 @@
-"""Clients that do not read: their workers are done with them all the same, and what waits for them is bounded."""
+"""Clients that do not read: their workers finish all the same, and the data that waits for the clients is bounded."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ async def test_a_worker_finishes_a_request_that_its_client_does_not_read(folder:
 
 
 async def test_outputs_that_arrive_while_the_gateway_is_busy_are_sent_together(folder: Path) -> None:
-    """So a gateway that has too much to do has less to do, though every client reads at once."""
+    """So a busy gateway has less work, although every client reads at once."""
     num_messages = 30
     async with unread_answer(folder) as (under_test, request, deltas):
         w0 = under_test.workers["w0"]

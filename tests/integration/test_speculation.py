@@ -89,8 +89,8 @@ def test_c62_a_migrated_request_goes_on_with_drafts(engines: EnginesOf, expected
 
 
 def test_c62_a_hand_over_costs_no_right_draft(engines: EnginesOf, expected: Answers) -> None:
-    """D has the drafts of an engine that continues behind token 0, and as many as one that computes all of it. Only the
-    step of token 1 has none on D, since they are guessed at the end of a step."""
+    """D has the same drafts as an engine that continues after token 0, and as many as an engine that computes the
+    whole request. Only the step of token 1 has no drafts on D, since drafts are guessed at the end of a step."""
     producer, consumer, alone = (
         engines.start(name, speculation=NGRAM, **ROOMY) for name in ("producer", "consumer", "alone")
     )

@@ -31,7 +31,7 @@ class Ended:
 
 
 def answer_to_client(outputs: Iterable[RequestOutput], stop: str) -> Ended:
-    """As a gateway delivers it."""
+    """The answer as a gateway delivers it."""
     state, text, token_ids = make_state(stop=(stop,)), "", list[int]()
     for output in outputs:
         delta = state.on_output("d0", output, 11.0)
@@ -45,7 +45,7 @@ def answer_to_client(outputs: Iterable[RequestOutput], stop: str) -> Ended:
 
 def stops_within(answer: Answer, num_known: int) -> Iterator[tuple[str, int]]:
     """For each run, a string that ends with the second of its tokens and not before, and the number of tokens until
-    then. `num_known`: tokens of an output that were no guesses and not forced."""
+    then. `num_known`: the number of an output's tokens that were neither guessed nor forced."""
     whole = TOKENIZER.decode(answer.token_ids)
     for output in answer.outputs:
         num_tokens = output.first_position + 2

@@ -1,4 +1,5 @@
-"""TLS sessions and the authority of clients' certificates: once that is replaced, none from before is let in."""
+"""TLS sessions and the authority of clients' certificates: once the authority is replaced, no earlier session is
+accepted."""
 
 import asyncio
 import os
@@ -27,7 +28,8 @@ def client_context(files: CertificateFiles, version: ssl.TLSVersion, protocol: s
 def session_of(
     port: int | None, context: ssl.SSLContext, words: bytes, session: ssl.SSLSession | None = None
 ) -> ssl.SSLSession | None:
-    """The session of one connection, of which it resumes `session` if the gateway does; None if it is not let in."""
+    """Connects, and resumes `session` if the gateway does. Returns the connection's session; None if the client is
+    refused."""
     try:
         plain = socket.create_connection(("127.0.0.1", port), timeout=60.0)
         with context.wrap_socket(plain, server_hostname="localhost", session=session) as connection:

@@ -238,7 +238,7 @@ def test_c31_a_load_that_was_put_off_and_never_comes_fails_in_its_time() -> None
 
 
 def test_c39_a_cancel_in_mid_prefill_brings_the_blocks_home_at_once() -> None:
-    """P computes no further, and what waits for the blocks gets them."""
+    """P stops computing the prompt, and requests that wait for its blocks get them."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0"), max_num_batched_tokens=16), Engine(fabric, fabric.add("d0"))
     hand_over("A", p, d)
@@ -274,7 +274,7 @@ def test_c39_a_request_that_was_cancelled_before_the_prefill_worker_got_it_is_no
 
 
 def test_c39_an_unwanted_request_concerns_no_other() -> None:
-    """Late, doubled and unknown ones, and those of requests that decode."""
+    """The reports of unwanted requests may be late, doubled or unknown, or name requests that decode."""
     fabric = Fabric("shared_memory")
     p, d = Engine(fabric, fabric.add("p0")), Engine(fabric, fabric.add("d0"))
     hand_over("A", p, d)

@@ -30,7 +30,8 @@ def ask(under_test: GatewayUnderTest, request_id: str, **options: Any) -> "async
 
 
 async def counted(under_test: GatewayUnderTest) -> tuple[int, int]:
-    """Requests with workers, and those that wait; every other one came to an end that is counted."""
+    """The numbers of requests with workers, and of waiting requests. Checks that the end of every other request was
+    counted."""
     description = await under_test.client.describe()
     gateway = description["gateway"]
     counters = {name: int(count) for name, count in gateway["counters"].items()}

@@ -104,7 +104,7 @@ async def test_so_many_may_watch_and_no_more(folder: Path, monkeypatch: pytest.M
 
     async with gateway_with(folder, {}, {}) as under_test:
         client, service = under_test.client, under_test.gateway._cluster
-        for _ in range(2):  # those that have ended do not count
+        for _ in range(2):  # watches that have ended do not count
             async with aclosing(client.watch()) as first, aclosing(client.watch()) as second:
                 await anext(first)
                 await anext(second)

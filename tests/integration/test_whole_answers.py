@@ -25,7 +25,7 @@ TOP = 20
 
 
 def long_answer(request: EngineRequest) -> list[RequestOutput]:
-    """Fifty tokens at a time, as many as are asked for."""
+    """As many tokens as the request asks for, fifty at a time."""
     num_tokens = request.sampling_params.max_tokens
     return [
         RequestOutput(

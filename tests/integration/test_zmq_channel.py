@@ -43,7 +43,7 @@ def consumer() -> Iterator[ZmqChannel]:
 
 
 def meet(producer: ZmqChannel, consumer: ZmqChannel) -> bytes:
-    """The consumer speaks first; how the producer reaches it from then on."""
+    """The consumer sends the first message. Returns the name by which the producer reaches it from then on."""
     consumer.send(producer.address, b"hello")
     [arrival] = producer.wait(60.0)
     assert isinstance(arrival.peer, bytes)
@@ -51,7 +51,7 @@ def meet(producer: ZmqChannel, consumer: ZmqChannel) -> bytes:
 
 
 def take(consumer: ZmqChannel, num_arrivals: int, unread: tuple[bytes, ...] = ()) -> dict[bytes, list[Bytes]]:
-    """The next arrivals by header, with the spans of their payloads but for those of `unread`."""
+    """The next arrivals by header, with the spans of their payloads. Payloads of headers in `unread` are not read."""
     taken: dict[bytes, list[Bytes]] = {}
     while len(taken) < num_arrivals:
         before = len(taken)
@@ -126,7 +126,7 @@ def test_c33_a_peer_that_reads_nothing_does_not_fill_our_memory() -> None:
         was_sent: list[bool] = []
         while not was_sent or any(
             was_sent[-REFUSED_IN_A_ROW:]
-        ):  # what the kernel still takes makes room for a while
+        ):  # room appears for a while, as the kernel takes bytes
             was_sent.append(producer.send(arrival.peer, b"pieces", np.split(pool, 2)))
             if not was_sent[-1]:
                 time.sleep(0.001)
