@@ -3,10 +3,10 @@
     python -m tests.chaos [--seconds 300] [--every 3] [--faults 1] [--only "hang worker,kill worker"]
                           [--clients 32] [--seed N] [--model FOLDER | --windows] [--json FILE]
 
-Prefill and decode workers on several Ray nodes of this machine, `baton serve` as a user starts it. Every stream has to
-end complete and equal to the undisturbed answer; at the end the fleet is whole, no block is held, and nothing is left
-behind. Ends with 1 if anything of this did not hold. A worker has to load before it is killed again: the slower the
-machine, the longer `--every`. The seed draws questions and faults; when they hit is up to the machine.
+Prefill and decode workers on several Ray nodes of this machine, `baton serve` as a user starts it. Every stream must
+be complete and equal to the answer without faults. At the end the fleet must be complete, hold no block, and leave no
+process behind. Otherwise, the exit code is 1. A worker has to load before it is killed again: the slower the machine,
+the longer `--every`. The seed determines questions and faults, but not the moments at which the faults happen.
 """
 
 import argparse
@@ -160,13 +160,13 @@ async def _run(
 
 
 async def _first_of(timeout_s: float, *tasks: asyncio.Task[None]) -> bool:
-    """Returns when one of them is over, or after so long; whether none is."""
+    """Waits until one of the tasks has ended, or for `timeout_s`. Returns whether none has ended."""
     done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return not done
 
 
 def _share(stalls: Sequence[tuple[float, float]], absences: Sequence[tuple[float, float]]) -> float:
-    """Of the time of all stalls of a second and more, the part that lies within an absence."""
+    """The part of the stall time that lies within an absence. Only stalls of a second or more count."""
     long = [(began, ended) for began, ended in stalls if ended - began >= 1.0]
     within_s = sum(
         max(0.0, min(ended, absence[1]) - max(began, absence[0]))

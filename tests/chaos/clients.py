@@ -1,4 +1,4 @@
-"""Clients that stream all the time, and judge what they get: complete, in order, and as undisturbed."""
+"""Clients that stream all the time, and compare each answer with the answer without faults."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ class Tally:
 
 
 class Clients:
-    """`number` streams at a time until `stop`; then each one runs to its end."""
+    """Runs `number` streams at a time until `stop`. Then each stream runs to its end."""
 
     def __init__(self, target: str, questions: Sequence[Question], number: int, seed: int) -> None:
         self._target = target

@@ -3,8 +3,9 @@ then of the prefill worker.
 
     python -m tests.chaos.computing_thread [--model FOLDER] [--streams 16] [--json FILE]
 
-`baton serve` with one prefill and two decode workers, as a user starts it. Every stream ends as undisturbed, and the
-worker is replaced. The computing thread is the one that used the most CPU time while streams ran.
+`baton serve` with one prefill and two decode workers, as a user starts it. Every stream must end as it would without
+the fault, and the worker must be replaced. The computing thread is the one that used the most CPU time while streams
+ran.
 """
 
 import argparse
@@ -80,7 +81,7 @@ async def _run(serve: ServeProcess, target: str, num_streams: int) -> dict[str, 
 
 
 async def _stop_one(serve: ServeProcess, client: GatewayClient, role: str) -> dict[str, Any]:
-    """Stops the thread of the busiest worker of this role; until the worker has been replaced."""
+    """Stops the thread of the busiest worker of this role. Returns when the worker has been replaced."""
     workers = [worker for worker in (await client.describe())["workers"] if worker["role"] == role]
     victim = max(workers, key=lambda worker: worker["requests"]["running"])
     num_lines = serve.stderr.count("\n")
@@ -131,8 +132,8 @@ def _cpu_time_by_thread(pid: int) -> dict[int, int]:
 class StoppedThread:
     """A thread of another process that does not run until that process ends; `gone` is set then.
 
-    Linux requires that one thread makes all ptrace calls. The process is not gone before its tracer was
-    notified of its end.
+    Linux requires that one thread makes all ptrace calls. The process is gone only after its tracer was notified of
+    its end.
     """
 
     def __init__(self, tid: int) -> None:

@@ -1,9 +1,10 @@
-"""Nothing fails, on a machine that has too much to do: no worker may be taken for lost.
+"""Nothing fails, but the machine is overloaded: no worker may be mistaken for lost.
 
     python -m tests.chaos.false_alarms [--model FOLDER] [--minutes 30] [--prompt-tokens 4000] [--burners 2]
 
 `baton serve` with two prefill and two decode workers and all limits at their defaults, streams with long prompts, and
-processes that keep the cores busy. Ends with 1 if a worker was lost or replaced, or an answer was not as undisturbed.
+processes that keep the cores busy. The exit code is 1 if a worker was lost or replaced, or if an answer differs from
+the undisturbed one.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What goes wrong, and how: processes are killed, stopped, slowed, broken or restarted gently, in a seeded order."""
+"""The faults: processes are killed, stopped, slowed, broken or restarted gently, in an order drawn from a seed."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ Fault = Callable[[], Awaitable[str | None]]
 
 
 class Faults:
-    """Draws and commits faults. What is stopped goes on by itself; what is killed is for the cluster to replace."""
+    """Draws and causes faults. Stopped processes continue later; the cluster must replace killed processes."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Faults:
         sabotage: Path,
         kinds: Collection[str] = (),
     ) -> None:
-        """One fault every `every_s`, give or take half of it; of these kinds, or of any. Workers look in `sabotage`."""
+        """Causes a fault of these kinds, or of any kind, every 0.5 to 1.5 times `every_s`. Workers read their orders
+        from the folder `sabotage`."""
         self._machines = machines
         self._main_thread = main_thread
         self._client = client
@@ -67,7 +68,7 @@ class Faults:
         self._menu = [entry for entry in menu if not kinds or entry[1] in kinds]
 
     async def run(self) -> None:
-        """One fault after the other, until cancelled."""
+        """Causes one fault after another, until cancelled."""
         weights = [weight for weight, _, _ in self._menu]
         while True:
             await asyncio.sleep(self._rng.uniform(0.5 * self._every_s, 1.5 * self._every_s))
@@ -79,7 +80,7 @@ class Faults:
                 self.log.append(f"{name} {victim}")
 
     async def settle(self) -> None:
-        """Everything that stands still goes on, and every node is there again."""
+        """Lets all stopped processes continue, and replaces lost nodes."""
         await asyncio.gather(*self._standing)
         await self._main_thread.run(self._machines.replenish)
 
@@ -92,21 +93,21 @@ class Faults:
         return name if name and self._stand_still(pid) else None
 
     async def _break_worker(self, kind: str) -> str | None:
-        """It runs and answers; its steps never end, or compute NaN."""
+        """Breaks a worker: its process runs and answers, but its steps never end, or compute NaN."""
         name, pid = await self._draw_worker()
         if name is not None:
             order(self._sabotage, pid, kind)
         return name
 
     async def _slow_worker(self) -> str | None:
-        """It runs only a fifth of the time, for a while."""
+        """Lets a worker run only a fifth of the time, for a while."""
         name, pid = await self._draw_worker()
         if name is not None:
             self._stand(_slow_down(pid, self._rng.uniform(*STANDSTILL_S)))
         return name
 
     async def _restart_worker(self) -> str | None:
-        """As an operator would, while other things go wrong."""
+        """Restarts a worker as an operator would, during other faults."""
         name, _ = await self._draw_worker()
         if name is None:
             return None
@@ -144,7 +145,7 @@ class Faults:
         return True
 
     def _stand(self, work: Coroutine[Any, Any, None]) -> None:
-        """Something that takes its time; see `settle`."""
+        """Starts a fault that lasts for a while; see `settle`."""
         task = asyncio.create_task(work)
         self._standing.add(task)
         task.add_done_callback(self._standing.discard)
@@ -155,7 +156,7 @@ class Faults:
         return self._rng.choice(alive) if alive else (None, 0)
 
     def _controller_pid(self) -> int | None:
-        """By the name that Ray gives to an actor's process."""
+        """The controller's process, found by the name that Ray gives to an actor's process."""
         for process in self._machines.processes():
             try:
                 if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Controller"):
@@ -166,7 +167,7 @@ class Faults:
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:
-    """Whether there was such a process."""
+    """Sends the signal. Returns whether the process existed."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The fleet that is under fire: how it is started, and when it counts as whole again."""
+"""The fleet that the faults hit: how it is started, and when it counts as complete again."""
 
 import asyncio
 import time
@@ -17,8 +17,8 @@ OUR_ACTORS = ("ray::Worker", "ray::Controller")
 
 
 def serve_flags(address: str, model: str, num_prefill: int, num_decode: int) -> list[str]:
-    """For `baton serve`. With PyTorch's kernels in float32: a prompt's last bits differ from an answer's, and rounding
-    to 16 bits would make the differences larger. Ours give the same bits."""
+    """The flags for `baton serve`. PyTorch's kernels compute in float32: their last bits differ between a prompt and
+    an answer, and rounding to 16 bits would enlarge the differences. Baton's own kernels give the same bits."""
     flags = {
         "--ray-address": address,
         "--model": model,
@@ -34,7 +34,8 @@ def serve_flags(address: str, model: str, num_prefill: int, num_decode: int) -> 
 async def until_healed(
     client: GatewayClient, num_workers: int, *, at_rest: bool = True
 ) -> tuple[float, list[str]]:
-    """Seconds from now until every worker serves and, with `at_rest`, nothing is left to do; and what never was so."""
+    """Waits until every worker serves and, with `at_rest`, has no work. Returns the seconds until then, and what is
+    still missing."""
     began = time.monotonic()
     while True:
         try:
@@ -50,7 +51,7 @@ async def until_healed(
 
 
 async def watch_absences(client: GatewayClient, absences: list[tuple[float, float]]) -> None:
-    """Adds every stretch of time in which no decode worker was ready, in short pieces; until it is cancelled."""
+    """Records the time in which no decode worker is ready, in short pieces, until it is cancelled."""
     while True:
         began = time.monotonic()
         await asyncio.sleep(0.25)
@@ -63,7 +64,7 @@ async def watch_absences(client: GatewayClient, absences: list[tuple[float, floa
 
 
 def _missing(description: dict[str, Any], num_workers: int) -> list[str]:
-    """What a whole fleet would have."""
+    """What the fleet lacks to be complete."""
     workers = description["workers"]
     found = [f"{worker['name']} is {worker['state']}" for worker in workers if worker["state"] != "ready"]
     if len(workers) != num_workers:
@@ -72,7 +73,7 @@ def _missing(description: dict[str, Any], num_workers: int) -> list[str]:
 
 
 def _unrest(description: dict[str, Any]) -> list[str]:
-    """What is wrong with a fleet that has no request."""
+    """The reasons why the fleet is not at rest."""
     found = []
     for worker in description["workers"]:
         blocks, requests = worker["kv_blocks"], worker["requests"]
@@ -86,7 +87,7 @@ def _unrest(description: dict[str, Any]) -> list[str]:
 
 
 def actors_left(machines: Machines) -> list[str]:
-    """Processes of ours that are still there after `baton serve` has ended."""
+    """Baton's processes that still exist after `baton serve` has ended."""
     actors = [process for process in machines.processes() if _title(process).startswith(OUR_ACTORS)]
     _, alive = psutil.wait_procs(actors, timeout=STOP_TIMEOUT_S)
     return [_title(process) for process in alive]

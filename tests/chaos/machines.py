@@ -29,7 +29,7 @@ _STORE_BYTES = 80 * 2**20
 
 
 def prepare(environment: MutableMapping[str, str], sabotage: Path | None = None) -> None:
-    """Keeps Ray on loopback, and others out of it. Whatever is started with this environment may join.
+    """Keeps Ray on loopback, and keeps other processes out. Only processes with this environment may join.
 
     Workers look in the folder `sabotage` for how to break.
     """
@@ -58,7 +58,7 @@ class Machines:
 
     @property
     def raylet_pids(self) -> list[int]:
-        """Of the nodes that run work, one by one."""
+        """The pids of the raylets of the nodes that run work."""
         return [_raylet(node).pid for node in self._nodes]
 
     def raylet_of(self, pid: int) -> int:
@@ -71,14 +71,15 @@ class Machines:
         return psutil.Process().children(recursive=True)
 
     def kill(self, pid: int) -> None:
-        """`kill -9` of a raylet. Its workers notice, and end; nothing else of the node is left either."""
+        """`kill -9` of a raylet. The node's workers notice this, and end. No other process of the node is left,
+        either."""
         node = self._node_of(pid)
         os.kill(pid, signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def replenish(self) -> int:
-        """Puts a new node in the place of every one whose raylet is gone, such as one that was stopped for so long that
-        the cluster gave it up. How many there were. A node that does not start is tried again the next time."""
+        """Replaces every node whose raylet is gone, for example because it was stopped for so long that the cluster
+        gave it up. Returns the number of such nodes. If a new node does not start, the next call tries again."""
         for node in [node for node in self._nodes if _raylet(node).poll() is not None]:
             self._cluster.remove_node(node, allow_graceful=False)
         num_missing = self._num_wanted - len(self._nodes)
@@ -87,7 +88,7 @@ class Machines:
                 self._cluster.add_node(
                     wait=False, num_cpus=self._cpus_per_node, object_store_memory=_STORE_BYTES
                 )
-            except Exception as error:  # Ray raises just that where a busy machine takes too long
+            except Exception as error:  # Ray raises a bare exception if a busy machine takes too long
                 print(f"a node did not start: {error}", flush=True)
                 break
         return num_missing
@@ -107,7 +108,8 @@ class Machines:
 
 
 def _begin_cluster() -> Any:
-    """With a head. Ray gives one half a minute, in which a machine that has much else to do may not start it."""
+    """Begins a cluster with a head. Ray allows half a minute for the start, which may be too short on a busy
+    machine."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()

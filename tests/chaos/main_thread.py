@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def run_beside(work: Callable[["MainThread"], Coroutine[Any, Any, T]]) -> T:
-    """The result of `work`, in an event loop of another thread; this thread makes its calls meanwhile."""
+    """Runs `work` in an event loop of another thread, and returns its result. Meanwhile, this thread makes the calls
+    of `work`."""
     main_thread = MainThread()
     result: Future[T] = Future()
     thread = threading.Thread(target=_run, args=(work, main_thread, result), name="event loop")
@@ -28,7 +29,7 @@ class MainThread:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of `call`, or its error; for the loop's thread."""
+        """Has the main thread make the call; returns its result, or raises its error. Called on the loop's thread."""
         done: Future[T] = Future()
 
         def execute() -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.chaos.node_loss [--model FOLDER] [--json FILE]
 
-Every stream goes on to its undisturbed end, on the workers that are left; once another node has joined, the fleet is
-whole again.
+Every stream continues on the remaining workers, and must end as without the loss. Once another node has joined, the
+fleet is complete again.
 """
 
 import argparse

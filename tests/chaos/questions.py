@@ -1,4 +1,4 @@
-"""What is asked during the chaos, and what came of it: every answer is known from before the first fault."""
+"""The requests during the chaos, and their answers. Every right answer is known before the first fault."""
 
 import json
 import random
@@ -18,7 +18,7 @@ SCHEMA = json.dumps(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and how it is asked; `answer` is what an undisturbed cluster says."""
+    """A prompt with its sampling parameters. `answer` is the answer of an undisturbed cluster."""
 
     prompt: tuple[int, ...]
     sampling: dict[str, Any]
@@ -64,12 +64,12 @@ def _tokens(rng: random.Random, number: int, vocab_size: int) -> tuple[int, ...]
 
 
 async def answer_all(client: GatewayClient, questions: list[Question]) -> list[Question]:
-    """Each with its answer, one after the other, while nothing disturbs."""
+    """The questions with their answers, asked one after another, without faults."""
     return [replace(question, answer=await ask(client, question)) for question in questions]
 
 
 async def ask(client: GatewayClient, question: Question) -> Answer:
-    """The whole answer. GatewayError if there is none."""
+    """Asks, and returns the whole answer. Raises GatewayError if there is none."""
     token_ids: list[int] = []
     text = ""
     finish_reason = ""

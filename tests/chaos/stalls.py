@@ -54,7 +54,7 @@ HEAL_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One attempt that a fault ended, in seconds."""
+    """The parts of the stall after one attempt that a fault ended, in seconds."""
 
     detection_s: float
     move_s: float
@@ -127,7 +127,7 @@ class Links:
 
 
 async def commit(cluster: FragileCluster, links: Links, fault: str, victim: str, watch: Watch) -> None:
-    """The fault, its effect, and its end."""
+    """Causes the fault, waits for its effect, and ends the fault."""
     worker = cluster.workers[victim]
     watch.victim, watch.fault_at = victim, time.monotonic()
     if fault == NOTHING:
@@ -157,12 +157,12 @@ async def commit(cluster: FragileCluster, links: Links, fault: str, victim: str,
 async def measure(
     cluster: FragileCluster, links: Links, faults: Sequence[str], each: int, watch: Watch
 ) -> dict[str, dict[str, Any]]:
-    """By fault and role: the figures of its stalls."""
+    """Causes each fault several times. Returns the figures of the stalls, by fault and role."""
     rows = {}
     for fault in faults:
         for role, victim in VICTIMS.items():
             if fault in ("cut link to peers", NOTHING) and role == "D":
-                continue  # the same link, and D is the one that connects
+                continue  # it is the same link, and D connects
             await _until_healed(cluster)
             await asyncio.sleep(QUIET_S)
             watch.stalls, num_losses = [], losses_of(cluster)
@@ -199,7 +199,8 @@ async def _until_healed(cluster: FragileCluster) -> None:
 
 
 async def stream_on(cluster: FragileCluster, watch: Watch, is_over: asyncio.Event) -> None:
-    """Clients that ask on, each with known answers; a salt of its own keeps a prompt from being known."""
+    """Clients that keep asking, and know the right answers. Each request has its own salt, so no prefix cache has its
+    prompt."""
     prompts = [
         tuple((17 * i * i + 31 * number) % 290 + 3 for i in range(150)) for number in range(NUM_CLIENTS)
     ]

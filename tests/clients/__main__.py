@@ -19,7 +19,7 @@ MAX_GROWTH_MIB = 20.0
 
 
 async def measure(num_each: int, num_rounds: int) -> bool:
-    """Prints what the gateway holds after each round; whether it is rid of everything."""
+    """Prints what the gateway holds after each round. Returns whether it has freed everything."""
     with tempfile.TemporaryDirectory() as folder:
         async with gateway_with(
             make_model_dir(Path(folder)),

@@ -30,7 +30,7 @@ TOP = tuple((token_id, -1.0 - token_id) for token_id in range(20))
 
 
 def script(request: EngineRequest) -> list[RequestOutput]:
-    """Long answers come whole and at once; of short ones the beginning, and the rest never."""
+    """Sends long answers whole and at once. Of short answers, it sends only the beginning."""
     is_long = request.sampling_params.max_tokens > SHORT
     token_ids = (5,) * (LONG if is_long else 3)
     output = RequestOutput(
@@ -76,7 +76,7 @@ def _num_runs() -> int:
 
 
 async def swarm(under_test: GatewayUnderTest, num_each: int) -> None:
-    """So many of each kind, all at once; returns when the gateway is rid of them."""
+    """Runs `num_each` clients of each kind, all at once. Returns when the gateway has forgotten them."""
     num_grpc = num_each // 2
     over, free_calls = asyncio.Event(), asyncio.Semaphore(MAX_CONCURRENT_CALLS)
     with ExitStack() as sockets:
@@ -99,7 +99,7 @@ async def swarm(under_test: GatewayUnderTest, num_each: int) -> None:
 
 
 async def _until_rid_of_them(under_test: GatewayUnderTest) -> None:
-    """In spite of the sockets that are open still at the clients' end."""
+    """Waits until the gateway has forgotten all of them, although the clients' sockets are still open."""
     assert under_test.gateway._http is not None
     connections = under_test.gateway._http._server.server_state.connections
     dispatcher = under_test.dispatcher
@@ -158,13 +158,14 @@ def _sampling(max_tokens: int) -> dict[str, int]:
 
 
 async def _slow_by_grpc(under_test: GatewayUnderTest, num_streams: int, over: asyncio.Event) -> None:
-    """Over a connection of their own, since what they do not read takes the window that all streams share."""
+    """These streams have their own connection: their unread data fills the window that all streams of a connection
+    share."""
     async with GatewayClient(f"127.0.0.1:{under_test.gateway.grpc_port}") as client:
         await asyncio.gather(*[_read_late(client, over) for _ in range(num_streams)])
 
 
 async def _read_late(client: GatewayClient, over: asyncio.Event) -> None:
-    """The first event, if it comes, and the rest only when the call is long over."""
+    """Reads the first event, if it comes. Reads the rest only long after the call has ended."""
     stream = client.generate(text="Hello", sampling=_sampling(LONG))
     with suppress(GatewayError):
         await anext(stream)
@@ -180,7 +181,7 @@ async def _cancel_by_grpc(under_test: GatewayUnderTest) -> None:
 
 
 async def _vanish_by_grpc(under_test: GatewayUnderTest, num_streams: int) -> None:
-    """With its connection, and all that runs over it."""
+    """The client vanishes with its connection, and so with all calls on this connection."""
     async with GatewayClient(f"127.0.0.1:{under_test.gateway.grpc_port}") as client:
         streams = [client.generate(text="Hello", sampling=_sampling(SHORT)) for _ in range(num_streams)]
         for stream in streams:

@@ -31,7 +31,7 @@ def owner(implementation: str) -> Iterator[AnyOwner]:
 
 @pytest.fixture
 def mortal(implementation: str) -> Iterator[AnyOwner]:
-    """An owner for one test only, that may stop it or kill it."""
+    """An owner for one test only. The test may stop it or kill it."""
     with make_owner(implementation, NBYTES, seed=2) as owner:
         yield owner
 
@@ -263,7 +263,7 @@ def test_a_reader_may_be_closed_while_it_reads(mortal: AnyOwner, implementation:
 
 
 def read_what_is_there(read: Callable[[Runs], int], runs: Runs) -> list[int]:
-    """A read that cannot even be begun is none."""
+    """The number of the read; none if the read cannot begin."""
     try:
         return [read(runs)]
     except TransportError:
@@ -271,7 +271,7 @@ def read_what_is_there(read: Callable[[Runs], int], runs: Runs) -> list[int]:
 
 
 def assert_reads(owner: AnyOwner, reader: PoolReader, pool: Bytes) -> None:
-    """What happened with one peer harms no other."""
+    """Checks that this pool can be read, whatever happened with other peers."""
     number = reader.open(owner.description).read(whole_pool())
     assert finish(reader, [number]) == {number: None}
     np.testing.assert_array_equal(pool.reshape(-1), owner.pattern)

@@ -4,7 +4,8 @@
 
 Serves SmolLM2 with one prefill and two decode workers as processes. Each call is streamed twice over HTTP with the
 `openai` package: undisturbed, and with a kill -9 of the worker that decodes it, in the middle of its arguments. Greedy
-calls and seeded ones take turns. The command fails if a call is not the same, or if no worker had it any more.
+calls and seeded ones take turns. The command fails if the two calls differ, or if no worker ran the request when it
+should be killed.
 """
 
 import argparse
@@ -45,7 +46,8 @@ TOOL: dict[str, Any] = {
 
 
 def check_kills(folder: Path, num_kills: int) -> None:
-    """AssertionError if a call is another one, or if no worker had it when one was to be killed."""
+    """Raises AssertionError if a call differs from the undisturbed one, or if no worker ran it at the moment of the
+    kill."""
     config = {
         **CONFIG,
         "model": {**CONFIG["model"], "path": str(folder)},
@@ -114,7 +116,8 @@ async def _streamed(
 
 
 async def _kill_decoder(gateway: GatewayClient) -> int:
-    """Kills the decode worker that has requests; how many it had. Heartbeats say so a moment later."""
+    """Kills the decode worker that has requests, and returns how many it had. Heartbeats show requests with a
+    delay."""
     for _ in range(NUM_LOOKS):
         for worker in (await gateway.describe())["workers"]:
             if worker["role"] == "decode" and (num_requests := sum(worker["requests"].values())):

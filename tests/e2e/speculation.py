@@ -6,7 +6,8 @@
 Greedy requests and seeded ones at temperature 1, a third of them with a JSON schema or a regular expression. The model
 is tiny and random; `windows` has three KV groups, two of them with a sliding window. `triton` is a GPU's engine whose
 kernels are interpreted: a step takes a second, so its prompts and answers are few and short. Each row of the table is
-one way; the command fails if an answer is wrong, or if what the way is about did not happen.
+one way; the command fails if an answer is wrong, or if the way did not cause what it should cause, such as
+preemptions.
 """
 
 import argparse
@@ -78,7 +79,7 @@ PATIENCE_S = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Requests, and what answers them."""
+    """Requests, and the engines that answer them."""
 
     folder: Path
     requests: Sequence[EngineRequest]
@@ -104,7 +105,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answers' tokens by request, and what happened, counted."""
+    """The answers' tokens by request, and counts of what happened."""
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -120,7 +121,7 @@ def alone(scene: Scene) -> Outcome:
 
 
 def at_once(scene: Scene, **scheduler: Any) -> Outcome:
-    """As many as there are slots."""
+    """Runs as many requests at once as there are slots."""
     with EnginesOf(scene.folder, PATIENCE_S) as engines:
         engine = scene.start(engines, "many", **scheduler)
         return _outcome(engine, ask(engines, engine, scene.requests))
@@ -192,7 +193,7 @@ async def _killed(scene: Scene) -> Outcome:
 async def _ask_and_kill(
     cluster: FragileCluster, requests: Sequence[EngineRequest], victim: str, outcome: Outcome
 ) -> None:
-    """All of the requests at once. Adds what becomes of them to the outcome."""
+    """Asks all requests at once, and adds their answers to the outcome."""
     counts, are_decoding = outcome.counts, asyncio.Event()
     enough = counts["tokens"] + TOKENS_BEFORE_KILL * len(requests)
 
@@ -221,7 +222,7 @@ async def _ask_and_kill(
 
 
 def sampling_of(params: SamplingParams) -> dict[str, Any]:
-    """As a client says it: what is not as usual."""
+    """The sampling fields of a client's request: only those that differ from the defaults."""
     usual = SamplingParams()
     values = {each.name: getattr(params, each.name) for each in fields(SamplingParams)}
     said = {name: value for name, value in values.items() if value != getattr(usual, name)}
@@ -235,7 +236,7 @@ def sampling_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def make_requests(number: int) -> list[EngineRequest]:
-    """Some of them, in random order. Their prompts begin with a token that does no worker harm (warm_worker.py)."""
+    """Some requests, in random order. Their prompts begin with a token that does no worker harm (warm_worker.py)."""
     requests = [*REPEATING.requests(150), *FORCING.requests(50)]
     random.Random(0).shuffle(requests)
     return [
@@ -311,7 +312,7 @@ def _complaints(
 
 
 def main() -> int:
-    """The number of things that are wrong, up to 1."""
+    """Returns 1 if anything is wrong, otherwise 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -323,7 +324,7 @@ def main() -> int:
         "--prompts", type=int, choices=range(1, 201), metavar="N", help="default: 200 for cpu, 10 for triton"
     )
     options = parser.parse_args()
-    # Rows that pad a step hold whatever was in memory; nothing comes of them.
+    # Rows that pad a step contain arbitrary memory; their results are not used.
     warnings.filterwarnings("ignore", "(overflow|invalid value) encountered", RuntimeWarning)
     complaints: list[str] = []
     for engine in sorted(options.engines):  # triton changes the process

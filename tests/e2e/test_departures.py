@@ -31,7 +31,7 @@ def make_config() -> BatonConfig:
             "engine": {"kv_cache_memory_mib": 64, "num_threads": 1},
             "scheduler": {"max_num_batched_tokens": 64},
             "gateway": {"grpc_port": 0, "http_port": None},
-            # So long that a busy worker is never taken for a lost one, and that no lease helps to bring blocks home.
+            # So long that no busy worker counts as lost, and that no block becomes free only because a lease ends.
             "network": {"heartbeat_interval_s": 0.05, "peer_timeout_s": 60.0},
             "kv_transfer": {"peer_timeout_s": 60.0, "lease_s": 300.0},
         }

@@ -35,7 +35,7 @@ PROMPTS = {str(length): [(37 * i + 11 * length) % 290 + 3 for i in range(length)
 def check_batch(
     model: LoadedModel, theirs: Any, prompts: dict[str, list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
 ) -> dict[str, list[int]]:
-    """All prompts at once, in chunks and blocks of 4 in shuffled order, mixed with each other's decodes."""
+    """Computes all prompts at once, in chunks of 4 and shuffled blocks of 4. Steps mix chunks and decodes."""
     driver = StepDriver(model)
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=MAX_LOGPROBS)
     requests = [driver.add(name, prompt, params) for name, prompt in prompts.items()]
@@ -80,7 +80,7 @@ def test_tokens_and_logits_equal_transformers(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["olmo2", "gemma2", "gemma3", "gpt oss", "deepseek v3", "minimax m2"])
 def test_bfloat16_stays_close_to_transformers(tmp_path: Path, name: str) -> None:
-    """These have norms of their own, or sinks, or attend to latents."""
+    """These families have special norms or sinks, or attend to latents."""
     case = CASES[name]
     path = make_model_dir(tmp_path, case.architecture, **case.overrides, dtype="bfloat16")
     check_bfloat16(path, PROMPTS["41"], 20)
@@ -115,7 +115,7 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_a_cluster_answers_as_transformers_does(tmp_path: Path, name: str, num_ranks: int) -> None:
-    """Real workers and a gateway; prompts around the ends of blocks and steps."""
+    """Real workers and a gateway. Prompts end shortly before or after the ends of blocks and steps."""
     case = CASES[name]
     folder = make_model_dir(tmp_path / "model", case.architecture, **case.overrides)
     prompts = random_prompts([5, 15, 16, 17, 48, 49, 97, 300])

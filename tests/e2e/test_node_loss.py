@@ -11,7 +11,7 @@ from tests.factories.models import make_model_dir
 
 TIMEOUT_S = 300.0
 
-pytestmark = pytest.mark.by_hand  # nodes are killed by test_chaos.py, too
+pytestmark = pytest.mark.by_hand  # test_chaos.py also kills nodes
 
 
 def test_c52_a_lost_node_costs_no_request_and_the_fleet_heals(tmp_path: Path) -> None:

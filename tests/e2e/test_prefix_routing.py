@@ -44,7 +44,7 @@ def make_config(policy: str) -> BatonConfig:
 def test_a_prompt_returns_to_the_prefill_worker_that_has_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns would lead elsewhere each time: there are four prompts, and three workers."""
+    """In turns, each prompt would go to another worker each time: there are four prompts and three workers."""
     for variable, value in sabotage.obeying(tmp_path).items():
         monkeypatch.setenv(variable, value)
 
@@ -84,7 +84,7 @@ async def leave_caches_unread(cluster: LocalCluster) -> None:
 
 
 async def flush(cluster: LocalCluster, folder: Path) -> None:
-    """A worker in use refuses. Forced, in the midst of hand-overs and answers, it costs no token."""
+    """A worker in use refuses. With `force`, in the middle of hand-overs and answers, no token changes."""
     workers = {name: worker.control() for name, worker in cluster.workers.items()}
 
     async def ask_all() -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def check(path: Path, quantization: str, num_ranks: int, kept: str = "gguf", **engine: object) -> None:
-    """`kept`: what `auto` keeps where our kernels multiply it."""
+    """`kept`: the quantization that `auto` keeps if Baton's kernels support it."""
     model: dict[str, object] = {"path": str(path), "quantization": quantization}
     config = make_config(model, {"tensor_parallel": num_ranks, **engine})
 

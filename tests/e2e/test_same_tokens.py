@@ -1,4 +1,4 @@
-"""The promise that everything else serves: wherever a prompt is computed, the tokens are those of transformers.
+"""The main promise: wherever a prompt is computed, the tokens are those of transformers.
 
 A real model, real worker processes, the real gateway and its gRPC API; in float32, since batches of different shapes
 round differently in bfloat16.
@@ -150,14 +150,14 @@ def test_a_real_model_answers_as_transformers_does(smollm2: Path, prompts: list[
 
 def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(tmp_path: Path) -> None:
     folder = make_model_dir(tmp_path / "model")
-    # Each answer needs two or three blocks that its prompt did not, which is more than the gateway leaves room for: it
-    # counts on one. So two that fit side by side when they come do not fit to their ends.
+    # Each answer needs two or three blocks in addition to those of its prompt, but the gateway leaves room for only
+    # one. So two requests that fit side by side at first do not fit until their ends.
     prompts = random_prompts([15, 17, 32, 33, 48, 64, 65, 80, 95, 97])
     expected = reference(folder, prompts, NUM_TO_PREEMPT)
 
     async def run() -> None:
         async with local_cluster(make_config(num_blocks=12), folder) as cluster:
-            # Where a prefill worker may compute it again, a request is given back instead.
+            # If a prefill worker may compute the prompt again, the request is given back instead.
             counters: dict[Mode, str] = {"disaggregated": "requests_given_back", "local": "preemptions"}
             for mode, counter in counters.items():
                 for turn in count():  # the machine decides which requests meet
@@ -167,7 +167,7 @@ def test_a_pool_so_small_that_requests_are_preempted_changes_nothing(tmp_path: P
                     await cluster.at_rest()
                     if (await cluster.counters("w1")).get(
                         counter, 0
-                    ) > 0:  # not there until it was counted once
+                    ) > 0:  # the counter appears when it was counted once
                         break
                     assert turn < MAX_TURNS, f"no {counter}"
 
@@ -190,7 +190,7 @@ def test_other_architectures_answer_as_transformers_does(
     architecture: str, overrides: dict[str, object], tmp_path: Path
 ) -> None:
     folder = make_model_dir(tmp_path / "model", architecture, **overrides)
-    # Around the ends of blocks, and of steps of 48; then longer than any step before.
+    # Lengths near the ends of blocks, and of steps of 48 tokens; then a prompt longer than any earlier step.
     prompts = random_prompts(
         [1, *[16 * block + by for block in (1, 2, 3, 6, 9) for by in (-1, 0, 1)], 300, 700]
     )

@@ -162,7 +162,7 @@ def test_classical_schedulers_give_the_same_tokens(
 def test_c59_requests_that_run_without_a_place_in_every_step_get_the_same_tokens(
     tiny: Subject, async_scheduling: bool, rules: str
 ) -> None:
-    """Eight blocks are enough for any two of them, so a preemption shows that more run."""
+    """Eight blocks are enough for any two of these requests. So a preemption shows that more than two run."""
     check(
         tiny,
         **TWO_PHASE,

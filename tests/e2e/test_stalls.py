@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.stalls import main
 
-pytestmark = pytest.mark.by_hand  # times say little on a machine that does other things meanwhile
+pytestmark = pytest.mark.by_hand  # on a busy machine, times mean little
 
 
 def test_c52_a_stall_is_detection_and_recomputing() -> None:

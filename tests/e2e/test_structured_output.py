@@ -1,4 +1,4 @@
-"""Answers that must match a grammar, of the real model, through the real gateway and both workers of a hand-over."""
+"""Answers of the real model that must match a grammar, through the real gateway and both workers of a hand-over."""
 
 import asyncio
 import json

@@ -42,7 +42,7 @@ def rank_processes(cluster: LocalCluster, name: str) -> list[psutil.Process]:
 
 
 async def answers(cluster: LocalCluster, mode: str) -> list[tuple[int, ...]]:
-    """Greedy, all at once; and then nothing is held any more."""
+    """Greedy answers to all prompts at once. Checks that nothing is held afterwards."""
     options = {"mode": mode, "max_tokens": NUM_NEW_TOKENS, "temperature": 0.0, "cache_salt": mode}
     found = await asyncio.gather(*[cluster.answer(prompt, **options) for prompt in PROMPTS])  # type: ignore[arg-type]
     await cluster.at_rest()
@@ -57,7 +57,8 @@ ONE_TO_TWO = pytest.param(1, 2, marks=pytest.mark.by_hand)
 def test_tokens_do_not_depend_on_the_number_of_ranks(
     folder: Path, num_prefill_ranks: int, num_decode_ranks: int
 ) -> None:
-    """One cluster answers disaggregated and on D alone; where D has one rank, the latter is the answer of before."""
+    """One cluster answers disaggregated and on D alone. If D has one rank, its answer alone is the answer without
+    tensor parallelism."""
 
     async def run() -> None:
         config = make_config(
@@ -80,7 +81,8 @@ async def check_same_answers(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.by_hand), "decode"])
 def test_ranks_with_whole_experts_hand_over_to_a_worker_without(tmp_path: Path, role: str) -> None:
-    """Two ranks could not divide an expert's columns, so these have whole ones. The other worker has all."""
+    """Two ranks cannot divide an expert's columns, so each rank has whole experts. The other worker has all
+    experts."""
     path = make_model_dir(tmp_path, "mixtral", num_local_experts=5, intermediate_size=33)
     ranks: dict[str, Any] = {f"{role}_tensor_parallel": 2, f"{role}_enable_expert_parallel": True}
     config = make_config(**ranks)
@@ -95,7 +97,7 @@ def test_ranks_with_whole_experts_hand_over_to_a_worker_without(tmp_path: Path, 
 def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until then, two ranks hand over to one."""
+    """Before the loss, a worker of two ranks hands over to a worker of one rank."""
 
     async def run() -> None:
         async with local_cluster(make_config(prefill_tensor_parallel=2), folder) as cluster:
@@ -112,7 +114,7 @@ def test_a_worker_that_loses_a_rank_is_dead_and_says_why_and_others_answer(
             assert len(answer.token_ids) == 2
 
     async def alive(cluster: LocalCluster) -> set[str]:
-        """Workers of which the gateway has not learned that they are lost."""
+        """The workers that the gateway does not know to be lost."""
         description = await cluster.client.describe()
         return {worker["name"] for worker in description["workers"] if worker["state"] != "dead"}
 

@@ -1,6 +1,6 @@
 """Workers that are killed, stopped or replaced on their own ports while hand-overs run; see worker_faults.py.
 
-Most of what follows a fault is the same whatever carries the bytes; `make break-workers` does all of it for each.
+The effects of a fault hardly depend on the transport. `make break-workers` tests all faults with each transport.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ LETTING_GO_S = 5.0
 
 
 def used(descriptions: dict[str, dict[str, Any]]) -> set[str]:
-    """The ways that KV went."""
+    """The transports that carried KV."""
     return {transport for about in descriptions.values() for transport in about["transports"]}
 
 
@@ -50,7 +50,8 @@ def test_c44_c51_c52_c54_no_fault_of_a_worker_costs_a_token_or_a_block(
                 tally = await break_workers(cluster, fault, role, questions, NUM_TRANSFERS, rng, PAUSE_S)
                 assert tally.wrong == [], f"{fault} {role}"
                 assert tally.num_right + tally.errors.total() == tally.num_started >= NUM_TRANSFERS
-                # Nearly all find another pair, on a quiet machine; on a busy one more workers seem dead than are.
+                # On a quiet machine, nearly all requests find another pair. On a busy machine, some live workers seem
+                # dead.
                 assert tally.num_right > 0.5 * tally.num_started, f"{fault} {role}: {tally.errors}"
             losses = cluster.gateway.workers.losses
             assert losses[LossCause.HUNG] >= sum(fault == "hang" for fault, _ in ROWS)

@@ -3,8 +3,8 @@
     python -m tests.e2e.tool_calls [--schemas 50] [--seeds 4] [--max-tokens 2000]
 
 Serves SmolLM2 with a prefill and a decode worker, and asks over HTTP with the `openai` package: fifty schemas, four
-seeds each, once whole and once streamed. A call that `max_tokens` cuts off is counted apart. The command fails if a
-whole call does not validate, or if a streamed answer joined is not the same as the whole one.
+seeds each, once whole and once streamed. Calls that `max_tokens` cuts off are counted separately. The command fails if
+a whole call does not match its schema, or if the joined pieces of a stream differ from the whole answer.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Answer = tuple[list[tuple[str, str]], str | None, str]
 async def check_calls(
     folder: Path, schemas: Sequence[Schema], num_seeds: int, max_tokens: int
 ) -> Counter[str]:
-    """How many calls were `valid` and how many answers `cut off`. AssertionError for what must not be."""
+    """Counts the `valid` calls, and the answers that were `cut off`. Raises AssertionError for anything else."""
     counts: Counter[str] = Counter()
     room = asyncio.Semaphore(NUM_AT_ONCE)
     async with (

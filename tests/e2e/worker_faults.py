@@ -3,7 +3,7 @@
     python -m tests.e2e.worker_faults --transfers 200 [--seed N] [--transport shared_memory|zmq_tcp]
 
 Real processes and the real gateway, two workers of each role, and every fault on either side. Each request must end
-with the tokens of an undisturbed run, or with an honest error after a beginning of them.
+with the tokens of an undisturbed run, or with an error after some of these tokens.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Question:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests of one row of the table."""
+    """The outcomes of the requests of one row of the table."""
 
     num_started: int = 0
     num_right: int = 0
@@ -81,7 +81,7 @@ class Tally:
 
 
 def make_questions(rng: random.Random, number: int) -> list[Question]:
-    """Prompts from a part of a block to many chunks, greedy and sampled, answers from one token to many."""
+    """Prompts of less than a block up to many chunks, greedy and sampled, with answers of one token up to many."""
     questions = []
     for index in range(number):
         length = rng.choice([rng.randint(1, 40), rng.randint(1, 300)])
@@ -96,7 +96,7 @@ def make_questions(rng: random.Random, number: int) -> list[Question]:
 
 
 async def answer_all(cluster: FragileCluster, questions: list[Question]) -> list[Question]:
-    """What an undisturbed cluster says, one request after the other."""
+    """The questions with the answers of an undisturbed cluster, asked one after another."""
     answered = []
     for question in questions:
         tally = Tally()
@@ -107,7 +107,8 @@ async def answer_all(cluster: FragileCluster, questions: list[Question]) -> list
 
 
 async def _ask(cluster: FragileCluster, question: Question, salt: str, tally: Tally) -> list[int]:
-    """The tokens that came. With a salt of its own, nothing of the prompt is known to any worker."""
+    """Returns the tokens of the answer. Each request has its own salt, so no worker has any part of the prompt
+    cached."""
     tokens: list[int] = []
     completions = []
     tally.num_started += 1
@@ -141,9 +142,9 @@ async def _ask(cluster: FragileCluster, question: Question, salt: str, tally: Ta
 
 
 async def kill(cluster: FragileCluster, victim: str, rng: random.Random) -> None:
-    """`kill -9`; a while later another process takes its place, elsewhere."""
+    """`kill -9`. A while later, another process replaces the worker, at other addresses."""
     await cluster.workers[victim].kill()
-    if rng.random() < 0.5:  # a supervisor saw it; else silence must do
+    if rng.random() < 0.5:  # as if a supervisor saw it; otherwise the gateway must notice the silence
         cluster.gateway.workers.worker_died(victim, "killed")
     await asyncio.sleep(STANDSTILL_S)
     await cluster.replace(victim)
@@ -166,7 +167,7 @@ async def restart(cluster: FragileCluster, victim: str, rng: random.Random) -> N
 
 
 async def hang(cluster: FragileCluster, victim: str, rng: random.Random) -> None:
-    """A step that never ends, with all heartbeats; the worker ends itself, and another process takes its place."""
+    """A step never ends, while heartbeats continue. The worker ends itself, and another process replaces it."""
     worker = cluster.workers[victim]
     await worker.hang()
     async with asyncio.timeout(REQUEST_TIMEOUT_S):
@@ -191,7 +192,8 @@ async def break_workers(
     rng: random.Random,
     pause_s: float = 0.0,
 ) -> Tally:
-    """One row: requests go on until there were enough and the last fault is over; then everything comes to rest.
+    """Plays one row: sends requests until there were enough, and the last fault is over. Then everything must come to
+    rest.
 
     `pause_s`: how long a client pauses after each answer, so that the machine has less to do while a fault
     lasts.
@@ -208,7 +210,7 @@ async def break_workers(
 
     num_victims = 2 if role == "each" else 1
     if fault != "stop":
-        # While requests keep every core busy, a process takes so long to load that "at once" would be no such thing.
+        # While requests keep every core busy, a process takes too long to load to be replaced "at once".
         await cluster.prepare_spares(num_victims)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(NUM_AT_ONCE):
@@ -230,7 +232,7 @@ async def break_workers(
 
 
 async def _come_to_rest(cluster: FragileCluster) -> list[str]:
-    """Why not everything is at rest and well, if that does not come; empty if it does."""
+    """Waits until everything is at rest. Returns the reasons if that does not happen in time; otherwise nothing."""
     try:
         async with asyncio.timeout(REST_TIMEOUT_S):
             while found := await _unrest(cluster):
@@ -271,7 +273,7 @@ async def maps_of_the_dead(cluster: FragileCluster, timeout_s: float) -> list[st
 
 
 def complaints(cluster: FragileCluster) -> Iterator[str]:
-    """Exceptions in the workers' logs, of the dead ones too."""
+    """Exceptions in the logs of the workers, including dead ones."""
     for worker in cluster.processes:
         log = worker.log.read_text()
         if "Traceback" in log:
@@ -297,7 +299,7 @@ async def broken_cluster(
 
 
 async def main(num_transfers: int, seed: int, transports: tuple[Transport, ...]) -> int:
-    """Prints the table; the number of things that may never happen and did."""
+    """Prints the table. Returns the number of violations."""
     rng, wrong = random.Random(seed), []
     heads = ("fault", "transfers", "ended right", "retried", "errors", "blocks home after s")
     row = "{:<31} {:>9} {:>11} {:>7} {:>6} {:>19}"

@@ -1,1 +1,1 @@
-"""Hostile callers: legal calls and strange connections that mean to take a whole fleet down."""
+"""Hostile callers: legal calls and strange connections that try to bring down a whole fleet."""

@@ -1,4 +1,4 @@
-"""Hostile callers against `baton serve` as a user starts it, with a tiny model: nothing that they do may reach others.
+"""Hostile callers against `baton serve` as a user starts it, with a tiny model. They must not affect other callers.
 
     python -m tests.hostile [--streams 16] [--calls 5] [--json FILE]
         [--scenes grammars kept-grammars answers standstill handshakes sessions ray-folder idle texts tenants]
@@ -65,7 +65,7 @@ def play(options: argparse.Namespace, folder: Path) -> list[Finding]:
 
 
 def play_in_town(options: argparse.Namespace, model: Path, folder: Path) -> list[Finding]:
-    """On one fleet, which has to end cleanly after them."""
+    """Plays the scenes of a town on one fleet, which must end cleanly after them."""
     config = folder / "baton.yaml"
     config.write_text(CONFIG.format(model=model))
     with serving_with_forks(str(config)) as serve:

@@ -1,4 +1,4 @@
-"""Bystanders: streams that run through a whole attack and must end as undisturbed, on workers that must not change."""
+"""Bystanders: streams that run during a whole attack. Their answers and their workers must not change."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ class Town:
 
 
 async def settle_town(target: str, http: str, pid: int, seed: int) -> Town:
-    """Asks every question once, while nothing disturbs."""
+    """Asks every question once, before any attack."""
     async with GatewayClient(target) as client:
         info = await client.model_info()
         questions = make_questions(random.Random(seed), NUM_QUESTIONS, info["vocab_size"], MAX_TOKENS)
@@ -40,7 +40,7 @@ async def settle_town(target: str, http: str, pid: int, seed: int) -> Town:
 
 
 class Bystanders:
-    """`number` streams while the block lasts; at its end they and the workers are looked at."""
+    """Runs `number` streams while the block lasts. At its end, checks the streams and the workers."""
 
     def __init__(self, town: Town, finding: Finding, number: int) -> None:
         self._town = town
@@ -79,7 +79,7 @@ class Bystanders:
 
 
 def memory_mib(pid: int) -> int:
-    """What a process holds, or held at most where the system says so."""
+    """The memory of a process; its largest memory so far if the system reports this."""
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) // 1024

@@ -76,7 +76,7 @@ def sessions(model: Path, folder: Path) -> Finding:
 
 
 def ray_folder(model: Path, folder: Path) -> Finding:
-    """Another user of the machine looks for something to write to."""
+    """Another user of the machine looks for files that he may write to."""
     finding = Finding("the folder of a private Ray")
     config = folder / "ray.yaml"
     config.write_text(_config(model, "local", "grpc_port: 0, http_port: 0"))
@@ -97,7 +97,8 @@ EDGES: dict[str, Edge] = {"handshakes": handshakes, "sessions": sessions, "ray-f
 
 @contextmanager
 def edge_gateway(model: Path, folder: Path, options: str) -> Iterator[tuple[ServeProcess, int, str]]:
-    """`baton serve` with a soft limit of 1,024 files, as logins have; the process, its HTTPS port, its gRPC target."""
+    """`baton serve` with a soft limit of 1,024 files, as logins have. Yields the process, its HTTPS port and its gRPC
+    target."""
     config = folder / "edge.yaml"
     config.write_text(_config(model, "none", f"grpc_port: 0, http_port: 0, {options}"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -145,7 +146,7 @@ def _context(files: CertificateFiles, version: ssl.TLSVersion) -> ssl.SSLContext
 def _get(
     port: int, context: ssl.SSLContext, session: ssl.SSLSession | None = None
 ) -> tuple[str, ssl.SSLSession | None]:
-    """The status of GET /health, or what kept it from being asked; the session that came of it."""
+    """The status of GET /health, or the error of the connection; and the TLS session, if there is one."""
     try:
         with (
             socket.create_connection(("127.0.0.1", port), timeout=PROBE_TIMEOUT_S) as plain,
@@ -159,7 +160,7 @@ def _get(
 
 
 def _until_refused(port: int, context: ssl.SSLContext) -> str:
-    """What a new handshake gets once the gateway has read the authority that was put there."""
+    """Repeats the handshake until it is refused. Returns the outcome of the last one."""
     for _ in range(int(RELOAD_S / 0.25)):
         status, _ = _get(port, context)
         if status != "200":

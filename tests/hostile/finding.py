@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Finding:
-    """A scene's result. Right as long as nothing was noted as wrong."""
+    """A scene's result. It is right unless something was noted as wrong."""
 
     scene: str
     seen: dict[str, object] = field(default_factory=dict)

@@ -17,7 +17,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 async def post(address: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-    """Status and body. OSError if there is none."""
+    """Posts the body. Returns the status and the body of the answer; raises OSError if there is no answer."""
     return await asyncio.to_thread(_post, address, path, body)
 
 
@@ -33,7 +33,7 @@ def _post(address: str, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
 
 @dataclass(slots=True)
 class Health:
-    """How /health was answered, once it is over."""
+    """The slowest answer of /health, and the number of failures. Complete after the block."""
 
     worst_s: float = 0.0
     num_failed: int = 0
@@ -41,7 +41,7 @@ class Health:
 
 @contextmanager
 def watched_health(address: str) -> Iterator[Health]:
-    """Asks /health all the time, from a process of its own, so that what stands still here does not count."""
+    """Asks /health all the time, from a separate process, so that standstills of this process do not count."""
     health = Health()
     ours, theirs = SPAWN.Pipe()
     watcher = SPAWN.Process(target=_watch, args=(address, theirs))

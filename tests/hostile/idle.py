@@ -1,4 +1,4 @@
-"""A scene at both frontends: strangers open connections, say as little as keeps them open, and stay."""
+"""A scene at both frontends: strangers open connections, send just enough to keep them open, and stay."""
 
 import asyncio
 import http.client
@@ -72,7 +72,7 @@ def _status(port: int, key: str) -> int | None:
 
 
 async def _answers(target: str, key: str) -> bool:
-    """Whether it does before every stranger's time must be over."""
+    """Whether the gateway answers before the time of every stranger is over."""
     deadline = time.monotonic() + GRPC_END_S
     while time.monotonic() < deadline:
         async with GatewayClient(target, credentials=Credentials(api_key=key)) as client:

@@ -77,7 +77,7 @@ async def kept_grammars(town: Town, num_streams: int, _num_calls: int) -> Findin
 
 
 async def whole_answers(town: Town, num_streams: int, _num_calls: int) -> Finding:
-    """Everything that one call may ask for at once, unstreamed."""
+    """The largest answers that one call may ask for, without streaming."""
     finding = Finding("whole answers with 20 log probabilities a token")
     with watched_health(town.http) as health:
         async with Bystanders(town, finding, num_streams):
@@ -95,14 +95,14 @@ async def whole_answers(town: Town, num_streams: int, _num_calls: int) -> Findin
                 size = f"{len(answer) / 2**20:.1f} MiB" if status == 200 else _problem(answer)
                 finding.seen[f"{n} x {max_tokens} tokens"] = f"{status} {size}"
                 finding.expect(status in (200, 400), f"{n} x {max_tokens}: {status} {answer[:300]!r}")
-                if status == 200:  # to parse so much would hold up the streams, which run in this process
+                if status == 200:  # parsing so much would delay the streams, which run in this process
                     finding.expect(answer.count(b'"finish_reason":"length"') == n, "answers are missing")
     finding.seen["slowest /health"] = f"{health.worst_s:.2f} s"
     return finding
 
 
 async def standstill(town: Town, num_streams: int, _num_calls: int) -> Finding:
-    """The gateway's process, which has its workers' supervisor in it, stands still for a while."""
+    """The process of the gateway and of the workers' supervisor stands still for a while."""
     finding = Finding(f"the gateway's process is stopped for {STANDSTILL_S:g} s, and goes on")
     async with Bystanders(town, finding, num_streams):
         await asyncio.sleep(1.0)  # streams are under way
@@ -111,7 +111,7 @@ async def standstill(town: Town, num_streams: int, _num_calls: int) -> Finding:
             await asyncio.sleep(STANDSTILL_S)
         finally:
             os.kill(town.pid, signal.SIGCONT)
-        await asyncio.sleep(5.0)  # long enough to be taken for a peer's silence
+        await asyncio.sleep(5.0)  # so long that it might count as a peer's silence
     return finding
 
 

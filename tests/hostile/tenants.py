@@ -1,4 +1,4 @@
-"""The scene of eight tenants: one of them asks for all that it may, and the others go on asking little."""
+"""The scene of eight tenants: one tenant asks for as much as it may, and the others keep asking for little."""
 
 import asyncio
 import multiprocessing
@@ -22,7 +22,7 @@ HEAD_START_S = 3.0
 
 
 def tenants(model: Path, folder: Path) -> Finding:
-    """Long answers of one key, as many as there are places."""
+    """One key asks for as many long answers as there are places."""
     finding = Finding(f"{NUM_CALLS} answers of {NUM_TOKENS} tokens for one key, beside {len(OTHERS)} others")
     config = folder / "tenants.yaml"
     keys = (f"{{name: {key}, sha256: {hash_of(key)}}}" for key in (GREEDY, *OTHERS))
@@ -35,7 +35,7 @@ def tenants(model: Path, folder: Path) -> Finding:
     with serving(str(config), environment=obeying(folder)) as serve:
         ready = serve.wait_ready()
         target = ready["target"]
-        # Else the workers, the gateway and its callers fight for the cores of this machine, and we measure that.
+        # Otherwise the workers, the gateway and its callers compete for the cores, and the test would measure that.
         for worker in ready["workers"]:
             order(folder, worker["pid"], "pace")
         asyncio.run(_play(target, finding))
@@ -48,7 +48,7 @@ async def _play(target: str, finding: Finding) -> None:
     await _ask_all(target, finding, num_asked=2)  # nothing is cold any more
     alone = await _ask_all(target, finding)
     ours, theirs = multiprocessing.Pipe()
-    # In a process of its own: what reads 256 answers has no time to look at a clock.
+    # In a process of its own, since a process that reads 256 answers cannot measure times.
     greedy = multiprocessing.get_context("spawn").Process(target=_be_greedy, args=(target, theirs))
     greedy.start()
     await asyncio.sleep(HEAD_START_S)
@@ -72,7 +72,7 @@ MAX_FIRST_TOKEN_S = 10.0
 
 
 def _be_greedy(target: str, pipe: Connection) -> None:
-    """Asks until there is a message; answers with the number of streams under way, and the errors of others."""
+    """Asks until a message comes. Replies with the number of running streams, and the errors of the other streams."""
     asyncio.run(_ask_too_much(target, pipe))
 
 
@@ -88,7 +88,7 @@ async def _ask_too_much(target: str, pipe: Connection) -> None:
 
 
 async def _ask_all(target: str, finding: Finding, num_asked: int = NUM_ASKED) -> list[float]:
-    """The others' times to first token, in order."""
+    """The times to first token of the other tenants, sorted."""
     asked = await asyncio.gather(*(_ask(target, key, finding, num_asked) for key in OTHERS))
     return sorted(first_s for times in asked for first_s in times)
 

@@ -82,7 +82,7 @@ def _chats(address: str, key: str, chat: dict[str, Any]) -> list[tuple[int, floa
 
 
 def _hold(address: str, key: str, pipe: "Connection[Any, Any]") -> None:
-    """In a process of its own: NUM_TEXTS threads send the text until the pipe says that it is over."""
+    """Runs in a process of its own: NUM_TEXTS threads send the text until a message comes through the pipe."""
     got: Counter[int] = Counter()
     body = {"prompt": "Qz" * (NUM_CHARACTERS // 2)}
     is_over = False

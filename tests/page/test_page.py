@@ -159,7 +159,7 @@ async def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab
         assert await page.evaluate("localStorage.getItem('baton-api-key')") is None
         assert WATCHER not in await page.evaluate("document.cookie + location.href")
 
-        await page.evaluate("document.querySelector('#prompt').focus()")  # that key may look, and no more
+        await page.evaluate("document.querySelector('#prompt').focus()")  # that key may only look
         await page.type("Hello")
         await page.press("Enter", 13, modifiers=2)
         await page.until("document.querySelector('#summary').innerText.includes('generate')")
@@ -167,7 +167,7 @@ async def test_a_page_asks_for_a_key_where_one_is_needed_and_keeps_it_in_its_tab
         await page.evaluate(f"sessionStorage.setItem('baton-api-key', '{ALICE}')")
         await page.call("Page.reload")
         await page.until("document.querySelector('#refusal')?.innerText.includes('observe')")
-        await page.evaluate("document.querySelector('#prompt').focus()")  # and that one may ask, but not look
+        await page.evaluate("document.querySelector('#prompt').focus()")  # and that key may ask, but not look
         await page.type("Hello")
         await page.evaluate("document.querySelector('[name=max_tokens]').value = 2")
         await page.press("Enter", 13, modifiers=2)

@@ -29,7 +29,7 @@ OPENAI_KEYS, ANTHROPIC_KEYS = {"message", "type", "param", "code"}, {"message", 
 
 
 async def fuzz(num_http: int, num_grpc: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """How often each status came, and what was not refused as it should have been."""
+    """Returns how often each status came, and the requests that were not refused as they should be."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
     wrong: list[str] = []
@@ -68,7 +68,8 @@ async def check_good(under_test: GatewayUnderTest, channel: grpc.aio.Channel) ->
 
 
 async def http_answer(under_test: GatewayUnderTest, data: bytes) -> str:
-    """Status and body of what is answered to these bytes on a connection of their own; an error has its shape."""
+    """Sends these bytes on a separate connection. Returns status and body of the answer; checks the shape of an
+    error."""
     reader, writer = await asyncio.open_connection("127.0.0.1", under_test.gateway.http_port)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -92,7 +93,7 @@ async def http_answer(under_test: GatewayUnderTest, data: bytes) -> str:
 
 
 async def grpc_status(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[grpc.StatusCode, str]:
-    """How a call with these bytes ends."""
+    """The status and the message with which a call with these bytes ends."""
     ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{method}")
     call = ask(message, timeout=TIMEOUT_S)
     try:
@@ -104,7 +105,7 @@ async def grpc_status(channel: grpc.aio.Channel, method: str, message: bytes) ->
 
 
 async def follow_description(examples: int, seed: int) -> tuple[int, str]:
-    """Schemathesis with all it has, for as long as it takes."""
+    """Runs schemathesis with all its phases, without a time limit."""
     with tempfile.TemporaryDirectory() as folder:
         script = answering(ANSWER)
         gateway = gateway_with(
@@ -112,7 +113,7 @@ async def follow_description(examples: int, seed: int) -> tuple[int, str]:
             {"p0": script},
             {"d0": script},
             placement_timeout_s=1.0,
-            max_message_mib=64,  # one message too many, each with every field, must not be too large before
+            max_message_mib=64,  # so that no body with one message too many is refused for its size
         )
         async with gateway as under_test:
             port = under_test.gateway.http_port

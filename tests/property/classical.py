@@ -19,9 +19,9 @@ BLOCKS_OF_LONGEST = 10
 
 
 def play(seed: int, rules: str, ours: str | None = None) -> Counter[str]:
-    """One workload. AssertionError where the two differ. What happened on the way, counted.
+    """Plays one workload; raises AssertionError if the two schedulers differ. Returns counts of what happened.
 
-    `ours`: whose rules ours follows, if not the model's own.
+    `ours`: the rules of our scheduler, if they are not the model's.
     """
     rng = random.Random(seed)
     settings = make_settings(rng, rules)
@@ -52,8 +52,9 @@ def play(seed: int, rules: str, ours: str | None = None) -> Counter[str]:
 
 
 def make_settings(rng: random.Random, rules: str) -> dict[str, Any]:
-    """Blocks for one of the longest requests, or for all; one slot, or one for each; a budget for one prompt, or for
-    many. nano-vLLM's decodes know no budget, ours do, so its budget has room for a step of decodes.
+    """Draws the sizes: blocks for one of the longest requests or for all, one slot or one for each request, and a
+    budget for one prompt or for many. Decodes of nano-vLLM have no budget, but ours have, so the budget has room for a
+    step of decodes.
     """
     block_size, max_num_seqs = rng.choice([2, 4, 16]), rng.choice([1, 2, 3, 6, 16, 40])
     num_prompts = rng.choice([1, 1, 2, 8])

@@ -37,7 +37,7 @@ def test_c60_mixed_steps_are_those_of_the_chapters_scheduler() -> None:
 @pytest.mark.parametrize("rules", ["nano_vllm", "mini_vllm", "mixed"])
 @pytest.mark.parametrize("ours", ["nano_vllm", "mini_vllm", "mixed"])
 def test_the_workloads_tell_the_rules_apart(rules: str, ours: str) -> None:
-    """Each is compared with each: they differ within a few workloads, unless they are the same."""
+    """Compares all pairs of rules: two different sets of rules differ within a few workloads."""
     num_different = 0
     for seed in range(20):
         try:

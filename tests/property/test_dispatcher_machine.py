@@ -1,6 +1,6 @@
 """Events in any order into the dispatcher: each request's answer is whole, in order and ends once, and nothing is left.
 
-Workers here say right tokens, in pieces, more than once and late; they fail, refuse, drain, vanish and come back.
+The workers send right tokens, in pieces, repeatedly and late. They fail, refuse, drain, vanish and come back.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ FAILURES = (*ErrorKind, None)
 
 @dataclass(eq=False)
 class Asked:
-    """A client, and what it has."""
+    """A client, and the part of the answer that it has."""
 
     request: GatewayRequest
     tokens: list[int] = field(default_factory=list)
@@ -132,7 +132,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unrecorded())
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """By name; the stream ends when its reader comes to it."""
+        """Aborts a request by its id. The stream ends when its reader reads on."""
         asked = data.draw(st.sampled_from(self.unrecorded()))
         asked.is_over = True
         self.handle(AbortRequested(asked.request))
@@ -164,7 +164,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data(), num_tokens=st.integers(1, 3), num_again=st.integers(0, 2), skips=st.booleans())
     def say(self, data: st.DataObject, num_tokens: int, num_again: int, skips: bool) -> None:
-        """Some tokens, perhaps some again, perhaps later ones first."""
+        """A worker sends some tokens, perhaps some tokens again, perhaps later tokens first."""
         worker, engine_id = data.draw(st.sampled_from(sorted(self.open)))
         sub_request = self.open[worker, engine_id]
         if sub_request.kv_transfer and sub_request.kv_transfer.role is TransferRole.PRODUCER:
@@ -208,7 +208,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.closed)
     @rule(data=st.data())
     def say_late(self, data: st.DataObject) -> None:
-        """What was on its way when the sub-request ended."""
+        """An output arrives that was on its way when the sub-request ended."""
         worker, sub_request = data.draw(st.sampled_from(self.closed))
         self.outputs(worker, [self.output(sub_request, len(sub_request.output_token_ids), 1, None)])
 
@@ -240,7 +240,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             case SubmitTo(worker, sub_request):
                 self.check_submit(worker, sub_request)
             case AbortAt(worker, engine_id):
-                if engine_id not in self.dispatcher._placed:  # else the worker has yet to say how it ended
+                if engine_id not in self.dispatcher._placed:  # else the worker has not reported the end yet
                     self.close(worker, engine_id)
             case Deliver(request, delta):
                 asked = self.asked[request]

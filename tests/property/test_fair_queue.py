@@ -19,7 +19,7 @@ TOKENS = st.integers(1, MAX_TOKENS)
 def request(
     caller: str, num_tokens: int, size: int = 1, priority: int = 0, is_resumed: bool = False
 ) -> QueueEntry[int]:
-    """One that takes so much room."""
+    """A request that takes this much room."""
     return QueueEntry(
         item=size, caller=caller, num_tokens=num_tokens, priority=priority, is_resumed=is_resumed
     )

@@ -148,7 +148,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert counts.free == counts.total
 
     def compute(self, request: Request) -> None:
-        """The device fills the request's blocks; those that others share already have the same content."""
+        """The device fills the request's blocks. Blocks shared with other requests already have the same content."""
         for index, block_id in enumerate(self.kv.block_ids(request)):
             if block_id == NULL_BLOCK_ID:
                 continue
@@ -163,7 +163,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         return (group, request.cache_salt, *request.all_token_ids[: (row + 1) * SIZE])
 
     def check_hits(self, request: Request, hits: list[Block], num_ready: int) -> None:
-        """Each is the same prefix; null blocks stand only where no later token looks."""
+        """Checks that hits contain the request's prefix. Null blocks may only replace blocks that no later token
+        reads."""
         for index, block in enumerate(hits):
             row, group = divmod(index, self.groups.num_groups)
             if block.block_id != NULL_BLOCK_ID:

@@ -75,7 +75,7 @@ def undisturbed(engines: EnginesOf, engine: WholeEngine, rng: random.Random, num
 
 
 def assert_goes_on(spec: Spec, cut: int, answer: Answer) -> None:
-    """`answer` has everything from position `cut` on."""
+    """Checks that `answer` has everything from position `cut` on."""
     what = f"{spec.name} cut at {cut}: {spec.params}"
     assert answer.first_position == cut, what
     assert answer.token_ids == spec.whole.token_ids[cut:], what
@@ -124,7 +124,8 @@ def test_c52_a_request_that_moves_goes_on_as_if_it_had_not(engines: EnginesOf) -
 
 
 def joined(answers: list[Answer]) -> Answer:
-    """What the client receives: the first new token of a hand-over once, and then what the decode request adds."""
+    """What the client receives: the first new token of a hand-over only once, then the tokens of the decode
+    request."""
     if len(answers) == 1:
         return answers[0]
     producer, consumer = answers

@@ -1,6 +1,6 @@
 """The planner over random loads, on a fleet of queues in virtual time: bounds, few changes, and an end to them.
 
-Faults go with it: workers die and come back, crash for good, or find no node.
+There are faults, too: workers die and come back, crash for good, or find no node.
 """
 
 import random
@@ -68,7 +68,8 @@ def test_whatever_comes_the_bounds_hold_and_changes_are_few(
 
 @pytest.mark.parametrize(("rate", "seed"), [(0.5, 1), (3.0, 2), (8.0, 1), (22.0, 1)])
 def test_under_a_constant_load_it_settles(rate: float, seed: int) -> None:
-    """Once it has found its size it may try one worker fewer, of each role, when it has forgotten why not: hourly."""
+    """Once the fleet has its size, the planner may try one worker fewer of each role every hour, when its memory of
+    the overload has faded."""
     config = autoscaling_config(**BOUNDS, shrink_after_s=120.0, shrink_cooldown_s=60.0)
     fleet = QueueingFleet(config, QUICK, seed)
     late, missed = Counter[str](), Counter[bool]()

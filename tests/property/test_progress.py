@@ -72,10 +72,9 @@ def configs(draw: st.DrawFn, policy: str) -> SchedulerConfig:
 def test_requests_that_each_fit_alone_all_end(
     policy: str, data: st.DataObject, arrivals: list[Arrival], num_spare_blocks: int, mixes_prompt_parts: bool
 ) -> None:
-    """The first running request, or the best, is preempted for no other. So it gets on in each step.
-
-    Each prompt for another worker may overtake it once, and then it may have to begin again. Equals under `priority`
-    may preempt one another until they are spared.
+    """The first running request (or the best one, with `priority`) is never preempted for another one. So it
+    progresses in each step. Each prompt for another worker may overtake it once, and then it may have to begin again.
+    Equals under `priority` may preempt one another until they are spared.
     """
     lengths = [each.num_tokens + (each.max_tokens if each.role is None else 1) for each in arrivals]
     bound = sum(lengths) * (len(arrivals) + 1) * (1 if policy == "fcfs" else MAX_FUTILE_PREEMPTIONS + 1)

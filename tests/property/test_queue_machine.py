@@ -12,7 +12,7 @@ from tests.factories.scheduling import make_request
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Requests come, are served, set aside and put back, return as victims, and leave from the middle."""
+    """Requests come, are served, are set aside and put back, return after a preemption, and leave from the middle."""
 
     @initialize(policy=st.sampled_from(["fcfs", "priority"]), ageing_s=st.sampled_from([0.0, 3.0]))
     def build(self, policy: str, ageing_s: float) -> None:

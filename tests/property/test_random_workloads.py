@@ -76,7 +76,7 @@ class RandomTransfers:
         ended = [request_id for request_id in sorted(self._open) if self._rng.random() < 0.3]
         self._open.difference_update(ended)
         outputs = [self._end(self._requests[request_id]) for request_id in ended]
-        return outputs + [n for n in outputs if self._rng.random() < 0.2]  # some things are said twice
+        return outputs + [n for n in outputs if self._rng.random() < 0.2]  # some reports come twice
 
     def _end(self, request: Request) -> KVConnectorOutput:
         if request.is_finished:
@@ -137,7 +137,7 @@ def run_with_transfers(seed: int, mode: Mode, groups: KVGroups = ONE_GROUP) -> N
 
 
 def some_outputs(options: Options, rng: random.Random) -> list[int]:
-    """Of every second request, what another worker sampled of it before it moved here."""
+    """For every second request: the tokens that another worker sampled before the request moved here."""
     expected = expected_tokens(options)
     return expected[: rng.choice([0, rng.randrange(len(expected))])]
 

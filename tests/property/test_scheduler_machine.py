@@ -42,12 +42,13 @@ GRAMMARS = [StructuredOutput(GrammarKind.REGEX, source) for source in ("yes|no",
 
 
 def next_token(request: Request) -> int:
-    """What comes along with all that the request came with."""
+    """The token that arrives together with a loaded prompt."""
     return token_at(request.request_id, request.num_output_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One small engine. The runner reads back every slot; the connector scribbles wherever it may still write."""
+    """One small engine. The runner reads back every slot; the connector overwrites all blocks that it may still
+    write."""
 
     @initialize(
         order=st.sampled_from(ORDERS),
@@ -229,7 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver.under_way or not any(r.num_output_placeholders for r in live_requests)
 
     def teardown(self) -> None:
-        """Whatever happened, everything can come to its end, and to rest."""
+        """Checks that all requests can end and everything comes to rest, whatever happened before."""
         self.connector.is_unknown = False
         for _ in range(MAX_STEPS):
             for grammar in self.scheduler.wanted_grammars():

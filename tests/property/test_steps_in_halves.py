@@ -1,4 +1,4 @@
-"""Behaviour 56: requests that break their steps end alone; what others get is the same as without them."""
+"""Behaviour 56: only the requests that break their steps fail. The others get the same tokens as without them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ PEER = WorkerRef("p0", "incarnation", ("tcp://127.0.0.1:1",), 16)
 
 
 class Breaks:
-    """Fails each step that computes these requests at or behind these positions, once they are that far."""
+    """Fails each step that computes one of these requests at or after its position."""
 
     def __init__(self, positions: dict[str, int]) -> None:
         self.positions = positions
@@ -50,7 +50,7 @@ def run(core: EngineCore) -> list[RequestOutput]:
 
 
 def tokens_of(outputs: list[RequestOutput], name: str) -> list[int]:
-    """In order, each position once."""
+    """The tokens of the request; checks that they come in order, each position once."""
     tokens: list[int] = []
     for output in outputs:
         if output.request_id == name:

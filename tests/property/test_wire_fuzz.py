@@ -34,7 +34,7 @@ trees = st.recursive(
 
 
 def framed(codec: Any, data: bytes) -> bytes:
-    """Sealed where frames are, so that the inner decoder gets to see it."""
+    """The data as a frame, sealed if frames are sealed, so that the inner decoder reads it."""
     return seal(data) if isinstance(codec, SealedCodec) else data
 
 

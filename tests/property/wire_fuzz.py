@@ -1,4 +1,4 @@
-"""Hostile bytes, for as long as one likes: into every decoder, and into a live end of many hand-overs.
+"""Hostile bytes for any length of time: into every decoder, and into a live end of many hand-overs.
 
     python -m tests.property.wire_fuzz --seconds 600 [--seed N]
 
@@ -29,7 +29,7 @@ ROUNDS_PER_ENDPOINT = 150
 
 
 def check_decoder(codec: Any, frame: bytes) -> Any | None:
-    """The message, if the frame is one."""
+    """The message in the frame; None if the frame contains none."""
     try:
         message = codec.decode(frame)
     except WireError:
@@ -42,11 +42,11 @@ def check_decoder(codec: Any, frame: bytes) -> Any | None:
 
 
 def check_cost(codec: Any, frame: bytes) -> None:
-    """Decoding it takes memory in proportion to its size, and little time."""
+    """Checks that decoding takes little time, and memory in proportion to the frame's size."""
     begun_at = time.process_time()
     check_decoder(codec, frame)
     elapsed_s = time.process_time() - begun_at
-    tracemalloc.start()  # apart, since it makes everything slow
+    tracemalloc.start()  # separate from the rest, since tracing makes everything slow
     try:
         with suppress(WireError):
             codec.decode(frame)
@@ -58,7 +58,7 @@ def check_cost(codec: Any, frame: bytes) -> None:
 
 
 def fuzz_decoders(seed: int) -> Counter[str]:
-    """Some frames for every decoder; how many were tried and how many were accepted."""
+    """Decodes some frames with every decoder. Returns how many were tried, and how many were accepted."""
     rng, counts = random.Random(seed), Counter[str]()
     for name, codec in CODECS.items():
         assert check_decoder(codec, valid_frame(codec, rng)) is not None

@@ -36,7 +36,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What comes when, and the engine it comes to."""
+    """The requests with their times, and the engine that gets them."""
 
     settings: dict[str, Any]
     requests: tuple[Options, ...]
@@ -137,7 +137,7 @@ def next_token(request_id: str, position: int) -> int:
 
 
 def expected_tokens(options: Options) -> list[int]:
-    """What the request says by itself, by the stop rules alone."""
+    """The tokens of the request when it runs alone, by the stop rules."""
     tokens: list[int] = []
     while len(tokens) < options["max_tokens"]:
         tokens.append(next_token(options["request_id"], len(tokens)))
@@ -159,14 +159,14 @@ def runner_for(
 
 
 def add(driver: Driver, request: Request) -> None:
-    """Its grammar takes no time to compile."""
+    """Adds the request. Its grammar is compiled at once."""
     driver.add(request)
     for grammar in driver.scheduler.wanted_grammars():
         driver.note(flatten(driver.scheduler.grammar_compiled(grammar)))
 
 
 def play(workload: Workload, mode: Mode) -> Driver:
-    """Runs a workload to its end with every check of the driver; the driver, at rest."""
+    """Runs a workload to its end with every check of the driver. Returns the driver, at rest."""
     scheduler = make_scheduler(**settings_for(workload, mode))
     driver = Driver(scheduler, runner_for(mode, memory_for(workload)), mode.num_ahead)
     arrivals: list[Request] = [mode.request(options) for options in workload.requests]
@@ -192,9 +192,8 @@ def play(workload: Workload, mode: Mode) -> Driver:
 
 
 def check(seed: int, groups: KVGroups = ONE_GROUP) -> Counter[str]:
-    """One workload in every mode: each request that was not aborted has its own tokens, the same everywhere.
-
-    What happened on the way, counted.
+    """Runs one workload in every mode. Checks that each request that was not aborted has the same tokens in every
+    mode. Returns counts of what happened.
     """
     workload = make_workload(seed, groups)
     counters: Counter[str] = Counter()
