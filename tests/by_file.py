@@ -8,7 +8,7 @@ from tests.conftest import STARTS_RAY
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc] # pytest-xdist has no types
-    """A file's tests, which share what they start, run one after another; so do most that start a Ray.
+    """The tests of a file share what they start, so they run one after another. So do most tests that start a Ray.
 
     More of those at once would keep two cores so busy that a process takes a minute to start.
     Files begin in the order in which they were collected: whole clusters come first, and many small tests fill what is

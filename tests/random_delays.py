@@ -1,4 +1,4 @@
-"""A plugin of pytest that delays tasks at random: a test that depends on how fast they run fails sooner or later.
+"""A plugin of pytest that delays tasks at random. So a test that depends on the speed of tasks fails sooner or later.
 
 `make racy-tests`, or `python -m pytest -p tests.random_delays FILES`. It delays only tasks of the tests' own event
 loops, not those of processes that tests start. A run with the same seed is similar, but not the same. Tests that
@@ -38,7 +38,7 @@ def pytest_unconfigure() -> None:
 
 
 def call_soon(loop: Any, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
-    """The event loop's own method, now and then with a delay."""
+    """The event loop's own method, sometimes with a delay."""
     if type(loop) is _LOOP:  # time in a loop of tests.factories.virtual_loop is not real
         drawn = _random.random()
         if drawn < SHARE_OF_STEPS and _is_step(callback):

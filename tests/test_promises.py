@@ -1,4 +1,5 @@
-"""docs/promises.md numbers what users may rely on; tests named `test_cNN_…` hold it, and neither may miss the other."""
+"""docs/promises.md numbers what users may rely on; each number has tests named `test_cNN_…`, and each such test has a
+number."""
 
 import re
 from collections import defaultdict

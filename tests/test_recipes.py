@@ -1,4 +1,5 @@
-"""docs/recipes.md names every place to edit: its paths exist, a recipe's example is in its places and in no others."""
+"""docs/recipes.md names every place to edit: its paths exist, and each example occurs in its recipe's places, and
+nowhere else."""
 
 import re
 import subprocess
@@ -18,7 +19,7 @@ FILE_ENDS = (".py", ".proto", ".js", ".css", ".cpp", ".h", ".json", ".yaml", ".t
 
 
 def example(body: str) -> str:
-    """A regular expression. For Prometheus a counter's name is longer at both ends."""
+    """The recipe's example as a regular expression. The name of a counter in Prometheus is longer at both ends."""
     (line,) = re.findall(r"^Follow (`.*)", body, re.MULTILINE)
     names = "|".join(re.findall(r"`(\w+)`", line))
     return rf"\b(baton_)?({names})(_total)?\b"

@@ -1,4 +1,5 @@
-"""tests/README.md names every folder of tests, every factory and every test at the root, and none that is not there."""
+"""tests/README.md names every folder of tests, every factory and every test at the root, and nothing that does not
+exist."""
 
 import re
 

@@ -78,7 +78,7 @@ PLANES = {
 
 
 def layout_of(*kinds: type[Any]) -> Layout:
-    """Of these and of every dataclass and enumeration that they hold, sorted by name."""
+    """The layout of these messages, and of every dataclass and enumeration in them, sorted by name."""
     layout: Layout = {}
     ahead = list(kinds)
     while ahead:
@@ -115,7 +115,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def complaint(name: str, plane: Plane, record: dict[str, Any] | None) -> str | None:
-    """What is to be done before this plane may be as it is; None if nothing."""
+    """What to do before this plane may have its present messages; None if nothing."""
     if record is None:
         return f"the {name} is not in {RECORD.name}: run `python -m tests.test_wire_versions`"
     now = plane.record

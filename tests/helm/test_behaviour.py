@@ -74,7 +74,8 @@ def test_a_gateway_is_ready_when_it_can_serve_and_alive_regardless_of_other_proc
 
 
 def test_who_waits_for_gateways_waits_as_long_as_the_fleet_may_take() -> None:
-    """Kubernetes would give up after ten minutes, and `kubectl rollout status` and `helm install --wait` with it."""
+    """By default, Kubernetes would give up after ten minutes, and so would `kubectl rollout status` and `helm install
+    --wait`."""
     release = render({"controller": {"startTimeoutSeconds": 3600}})
     assert release.one("Deployment")["spec"]["progressDeadlineSeconds"] > 3600
     assert "rollout status deployment/demo-baton-gateway --timeout=3600s" in release.notes
@@ -109,7 +110,8 @@ def test_a_worker_is_ready_once_loaded_and_alive_while_it_has_its_node(role: str
 
 
 def test_a_worker_is_reachable_before_it_is_ready() -> None:
-    """The controller does not, or no worker would ever load; and a pod that is not ready may be evicted."""
+    """The controller does not wait for readiness, or no worker would ever load. A pod that is not ready may be
+    evicted."""
     release = render({"prefill": {"replicas": 2}, "decode": {"replicas": 2}})
     assert release.one("Service", "-fleet")["spec"]["publishNotReadyAddresses"] is True
     budgets = release.of_kind("PodDisruptionBudget")
@@ -119,7 +121,8 @@ def test_a_worker_is_reachable_before_it_is_ready() -> None:
 
 
 def test_the_controller_is_started_again_whatever_the_pods_policy_is() -> None:
-    """Where Ray's autoscaler runs, KubeRay has containers not restarted. A native sidecar is all the same."""
+    """If Ray's autoscaler runs, KubeRay sets a policy under which containers are not restarted. A native sidecar is
+    restarted anyway."""
     (fleet,) = render().pods()["head"]["spec"]["initContainers"]
     assert (fleet["name"], fleet["restartPolicy"]) == ("fleet", "Always")
     assert not set(fleet) & {"startupProbe", "readinessProbe"}, "Ray, which it needs, starts after it"
@@ -226,7 +229,7 @@ def test_the_head_has_a_budget_where_asked_for() -> None:
 
 
 def admitted(policy: Object) -> list[tuple[set[str], set[Any]]]:
-    """Components of this release (`*`: everybody), and ports (`*`: every one)."""
+    """The admitted components of this release (`*`: all clients), and their ports (`*`: all ports)."""
     rules = []
     for rule in policy["spec"]["ingress"]:
         sources = {
@@ -270,7 +273,7 @@ def test_pods_reach_names_each_other_and_what_is_allowed() -> None:
 
 
 def test_values_of_a_chart_from_before_egress_still_render() -> None:
-    """`helm upgrade --reuse-values` gives a new chart the old one's values alone."""
+    """`helm upgrade --reuse-values` gives a new chart only the values of the old chart."""
     release = render(
         {"networkPolicy": {"egress": None}, "security": {"metricsKey": None, "testKey": None}},
     )

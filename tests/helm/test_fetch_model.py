@@ -70,7 +70,7 @@ def fetch(tmp_path: Path, url: str, *flags: str, **hashes: str) -> subprocess.Co
 
 
 def there(tmp_path: Path) -> dict[str, bytes]:
-    """But for the locks, which stay."""
+    """The files in the folder, without the locks, which stay."""
     folder = tmp_path / "models" / "mine"
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
 

@@ -1,4 +1,4 @@
-"""The Dockerfile: clean by hadolint, and of one mind with the chart and the lock."""
+"""The Dockerfile: hadolint finds no fault, and the file agrees with the chart and the lock."""
 
 import re
 import subprocess
@@ -40,7 +40,8 @@ def test_every_package_is_in_the_image() -> None:
 
 
 def test_the_lock_pins_what_the_image_installs() -> None:
-    """The script itself says what it installs. With each build, what is not pinned could have another version."""
+    """The script itself lists what it installs. A package that is not pinned could have another version in each
+    build."""
     script = (ROOT / "scripts" / "install_image.sh").read_text()
     (program,) = re.findall(r"python -c '\n(.*?)'\n}", script, re.DOTALL)
     done = subprocess.run(

@@ -23,7 +23,7 @@ def identities(release: Release) -> set[tuple[str, str]]:
 
 
 def test_golden_selectors() -> None:
-    """Selectors of a Deployment can never change, and all others must go with its pods."""
+    """Selectors of a Deployment can never change, and all other selectors must match its pods."""
     release = render()
 
     def labels(component: str) -> dict[str, str]:
@@ -107,7 +107,7 @@ def test_a_release_that_is_called_like_the_chart_is_not_called_so_twice() -> Non
 
 
 def _values_in(part: Any) -> list[Any]:
-    """All values at any depth; keys are not among them."""
+    """All values at any depth, without keys."""
     if isinstance(part, dict | list):
         return [
             each for item in (part.values() if isinstance(part, dict) else part) for each in _values_in(item)

@@ -1,4 +1,4 @@
-"""What the chart says of Baton is what Baton says of itself, and what the files for `ray up` say."""
+"""The chart's facts about Baton agree with Baton itself, and with the files for `ray up`."""
 
 import json
 import re
@@ -131,7 +131,8 @@ def test_commands_and_flags_exist(values: Path) -> None:
 
 
 def commands_of(release: Release) -> list[list[str]]:
-    """Of containers and of their hooks; what a shell runs, as the shell would split it."""
+    """The commands of containers and of their hooks. A command that a shell runs is split as the shell would split
+    it."""
     found = []
     pods = [*release.pods().values(), release.one("Pod")]
     for container in (each for pod in pods for each in containers(pod).values()):

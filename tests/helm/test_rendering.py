@@ -34,7 +34,7 @@ def test_there_are_values_for_four_kinds_of_clusters() -> None:
 
 @pytest.fixture(scope="module")
 def kubernetes_validate() -> Iterator[Any]:
-    """The package, which would read the same schemas from disk for each object."""
+    """The package `kubernetes_validate`, changed to read each schema from disk only once."""
     package = pytest.importorskip("kubernetes_validate")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(package.utils, "schema_contents", cache(package.utils.schema_contents))
@@ -95,7 +95,7 @@ def ray_cluster_schema() -> Any:
 
 
 def strict(part: Any) -> Any:
-    """A CRD's schema as one that refuses what it does not name, as `kubectl apply --validate=strict` does."""
+    """A CRD's schema, changed to refuse fields that it does not name, as `kubectl apply --validate=strict` does."""
     if isinstance(part, list):
         return [strict(each) for each in part]
     if not isinstance(part, dict):
@@ -180,7 +180,7 @@ def references(pod: Object) -> set[tuple[str, str]]:
 
 
 def given(values: Path) -> set[str]:
-    """What has to be there before, or comes from cert-manager."""
+    """Objects that must exist before the installation, or that cert-manager makes."""
     text = yaml.safe_load(values.read_text())
     security = text.get("security", {})
     names = {part["existingSecret"] for part in security.values() if "existingSecret" in part}

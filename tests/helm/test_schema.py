@@ -9,7 +9,7 @@ from tests.factories.chart import Object, merged, needs_helm, refusal
 pytestmark = needs_helm
 
 WRONG: dict[str, tuple[Object, list[str]]] = {
-    # What a schema says: where, what it got, what it wants.
+    # A message about the schema: the place, the value, and the allowed values.
     "unknown key": ({"replicaCount": 2}, ["'replicaCount' not allowed"]),
     "unknown key below": ({"prefill": {"replica": 2}}, ["at '/prefill'", "'replica' not allowed"]),
     "a section whose keys are all comments": (
@@ -143,7 +143,7 @@ WRONG: dict[str, tuple[Object, list[str]]] = {
         {"autoscaling": {"gateway": {"targetCPUUtilizationPercentage": 150}}},
         ["targetCPUUtilizationPercentage", "got 150, want 100"],
     ),
-    # What Baton's own configuration says.
+    # Messages of Baton's own configuration.
     "an unknown section": ({"config": {"schedular": {}}}, ["at '/config'", "'schedular' not allowed"]),
     "an unknown key of Baton": (
         {"config": {"scheduler": {"max_seqs": 1}}},
@@ -174,7 +174,7 @@ def leaves(values: Object, path: str = "") -> set[str]:
 
 @cache
 def said_of_wrong_values() -> dict[str, str]:
-    """What helm says in each case. helm reports all wrong values at once, so cases with nothing in common
+    """The message of helm in each case. helm reports all wrong values at once, so cases with nothing in common
     share a run."""
     together: list[tuple[Object, list[str]]] = []
     for case, (values, _) in WRONG.items():

@@ -136,7 +136,8 @@ def test_the_certificate_is_for_no_other_name(tmp_path: Path) -> None:
 
 
 def shakes_hands(made: dict[str, str], name: str, folder: Path) -> bool:
-    """A client that trusts the authority, with a gateway of that certificate, in memory."""
+    """Whether a TLS handshake succeeds, in memory, between a client that trusts the authority and a gateway with this
+    certificate."""
     for key in ("tls.crt", "tls.key"):
         (folder / key).write_text(made[key])
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -208,7 +209,7 @@ def test_a_certificate_of_ones_own_is_verified_by_a_name_of_ones_own() -> None:
 
 
 def monitored(release: Release) -> Object:
-    """How Prometheus knows a gateway."""
+    """The TLS settings with which Prometheus scrapes a gateway."""
     config: Object = release.one("ServiceMonitor")["spec"]["endpoints"][0]["tlsConfig"]
     return config
 
@@ -230,7 +231,7 @@ def test_with_secrets_of_ones_own_the_chart_makes_none() -> None:
 
 
 def as_kept(secret: Object) -> Object:
-    """By an API server, which has no `stringData`; with helm's mark of whose it is."""
+    """The Secret as an API server keeps it: without `stringData`, and with helm's marks of its release."""
     data = {key: base64.b64encode(value.encode()).decode() for key, value in content(secret).items()}
     owner = {"meta.helm.sh/release-name": "demo", "meta.helm.sh/release-namespace": "llm"}
     kept = {key: value for key, value in secret.items() if key != "stringData"}
@@ -263,7 +264,7 @@ def test_another_certificate_is_made_when_another_one_is_asked_for(changes: Obje
 
 
 def test_a_certificate_that_does_not_say_what_it_was_made_of_is_kept() -> None:
-    """It was made by a chart that did not write this down."""
+    """An earlier chart made the certificate, and did not record what it was made of."""
     before = tls({})
     del before["metadata"]["annotations"]
     after = tls({"extraNames": ["llm.example.com"]}, before)

@@ -1,4 +1,4 @@
-"""What an upgrade starts anew, and what it must leave alone."""
+"""Which pods an upgrade restarts, and what it must not change."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ KEPT: dict[str, Any] = {
 
 
 def rolled(changes: dict[str, Any]) -> set[str]:
-    """Components whose pods are other ones after this change of values; `ray`: KubeRay sees another cluster."""
+    """The components whose pods are replaced after this change of values. `ray`: KubeRay sees a changed cluster."""
     before, after = render(KEPT), render(merged(KEPT, changes))
     was, now = before.pods(), after.pods()
     changed = {component for component in was | now if was.get(component) != now.get(component)}
@@ -24,7 +24,7 @@ def rolled(changes: dict[str, Any]) -> set[str]:
 
 
 def without_scale(release: Release) -> Object:
-    """What KubeRay's strategy Recreate looks at: everything but how many pods there are to be."""
+    """The part of the cluster that KubeRay's strategy Recreate compares: everything but the numbers of pods."""
     counts = ("replicas", "minReplicas", "maxReplicas")
     groups = [
         {key: value for key, value in group.items() if key not in counts}
@@ -96,14 +96,14 @@ def test_an_autoscaler_is_not_overruled_by_an_upgrade() -> None:
 
 
 def store(values: Object) -> str:
-    """Where in Redis Ray's head looks for what it was."""
+    """The place in Redis where Ray's head looks for its former state."""
     name: str = render(merged(KEPT, values)).ray["gcsFaultToleranceOptions"]["externalStorageNamespace"]
     return name
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_fleet_does_not_meet_the_controller_of_the_last_one(change: str) -> None:
-    """The next head of the same fleet does, and takes it up."""
+    """The next head of the same fleet finds that controller, and continues it."""
     values, expected = CHANGES[change]
     is_another = change == "the image" or "head" in expected
     assert (store(values) != store({})) is is_another
@@ -125,8 +125,8 @@ HPA: Object = {"autoscaling": {"gateway": {"enabled": True, "minReplicas": 3, "m
 
 @pytest.mark.parametrize(("found", "expected"), [(5, 5), (1, 3), (9, 6)])
 def test_who_turns_autoscaling_on_loses_no_gateway(found: int, expected: int) -> None:
-    """A later upgrade loses none, either. If a key was in the earlier manifest, but not in this one,
-    Kubernetes sets it to 1."""
+    """A later upgrade loses no gateway, either. If the key `replicas` was in the earlier manifest, but is not in this
+    one, Kubernetes sets it to 1."""
     running = render({"gateway": {"replicas": found}}).one("Deployment")
     scaled = render_over([running], HPA).one("Deployment")
     assert scaled["spec"]["replicas"] == expected

@@ -99,7 +99,7 @@ class _Step(ABC):
 
     @abstractmethod
     def attend(self) -> None:
-        """Attends, and writes partial results of what is split."""
+        """Computes attention, and writes the partial results of items that are split."""
 
     def merge(self) -> None:
         """Merges what is split."""

@@ -1,4 +1,5 @@
-"""Several cases with options of their own as the arguments of one process, most of whose time goes into imports."""
+"""Several cases, each with its options, as arguments of one process, since a process spends most of its time on
+imports."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -5,10 +5,9 @@
 
 Each module `tests/kernels/test_X.py` names real launches in `LAUNCHES`; they are run on CPU tensors with launching
 replaced by compiling, so that what is compiled is what a GPU would get: the same specializations and the same options.
-Its `RARE`, if it has that, are those that differ from others only in their numbers, or combine what others have;
-`--usual` leaves them out. `--first-for` compiles the first launch of each module.
-Launches with "float8" in their name are left out for GPUs before sm_89, which have no such numbers.
-Do not run it with TRITON_INTERPRET set.
+If the module has `RARE`, these launches differ from others only in their numbers, or combine options of others;
+`--usual` leaves them out. `--first-for` compiles the first launch of each module. Launches with "float8" in their name
+are left out for GPUs before sm_89, which have no such numbers. Do not run it with TRITON_INTERPRET set.
 """
 
 import argparse
@@ -145,7 +144,7 @@ def _waits(kernel: Any) -> bool:
 def _describe(
     launch: str, kernel: Any, arch: int, seconds: float, usage: Mapping[str, int], names: Sequence[str]
 ) -> Compiled:
-    """`names`: of its instructions, if it spills or waits."""
+    """`names`: the names of the kernel's instructions, if it spills or waits."""
     ptx: str = kernel.asm["ptx"]
     return Compiled(
         launch=launch,
@@ -177,8 +176,8 @@ def _before_wait(names: Sequence[str]) -> list[str]:
 
 
 def chosen(names: Sequence[str], *, only_first: bool, only_usual: bool) -> dict[str, Callable[[], object]]:
-    """Launches whose names begin with one of `names` (all, without any): the first of each module, the usual ones or
-    every one."""
+    """Launches whose names begin with one of `names`; all launches if `names` is empty. Either the first of each
+    module, or the usual ones, or every one."""
     found = launches(with_rare=not only_usual)
     found = {name: launch for name, launch in found.items() if name.startswith(tuple(names) or "")}
     if only_first:

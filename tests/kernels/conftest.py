@@ -34,7 +34,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """Of the CPU: equal inputs wherever the kernel runs."""
+    """A generator of the CPU, so that inputs are equal wherever the kernel runs."""
     return torch.Generator().manual_seed(0)
 
 

@@ -38,7 +38,7 @@ def make_parts(
     architecture: str = "llama",
     **overrides: Any,
 ) -> tuple[LoadedModel, DeviceParts, KVPool]:
-    """`overrides`: of the model's config.json."""
+    """`overrides`: replaced keys of the model's config.json."""
     path = make_model_dir(folder / "model", architecture, **(SMALL | overrides))
     config = ModelConfig.model_validate({"dtype": dtype, "quantization": quantization})
     model = load_model(config, path, device, TritonBackend(), kv_cache_dtype="fp8" if fp8_cache else "auto")

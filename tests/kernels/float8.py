@@ -4,7 +4,8 @@ import torch
 
 
 def assert_same_float8(actual: torch.Tensor, expected: torch.Tensor, max_share: float = 0.0) -> None:
-    """Equal, but for at most `max_share` of the elements, which may be neighbours: inputs that differ by a rounding.
+    """Checks that the tensors are equal. At most `max_share` of the elements may be neighbouring floats, for inputs
+    that differ by a rounding.
 
     Triton's interpreter (seen in 3.6.0 and 3.9.0) forgets to carry where rounding ends at a power of two: 126 becomes
     64, not 128; and it rounds ties away from zero, where hardware and torch round them to even. So on CPU half of an

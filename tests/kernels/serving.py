@@ -99,7 +99,7 @@ def noting_what_is_wanted(device: int = 90) -> Iterator[list[str]]:
 
 
 def serve(runner: ModelRunner, config: SchedulerConfig, kv_groups: KVGroups, num_requests: int) -> None:
-    """Requests of all lengths, one by one and many at once, more than there are blocks for."""
+    """Serves requests of all lengths, one by one and many at once. Some need more blocks than there are."""
     core = EngineCore(
         Scheduler(config, KVConnectorScheduler(config.block_size, kv_groups), kv_groups=kv_groups),
         StreamPipeline(runner),

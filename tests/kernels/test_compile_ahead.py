@@ -45,7 +45,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
 
 
 def say(cases: Sequence[tuple[str, ...]], folder: Path) -> Said:
-    """What each case's outline needs. The compiled kernels are kept in the folder.
+    """The kernels that the outline of each case needs. The compiled kernels are kept in the folder.
 
     A process of its own, which sees no GPU, compiles them: this process interprets or runs kernels, and
     cannot only compile them.

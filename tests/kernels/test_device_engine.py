@@ -37,7 +37,7 @@ from tests.kernels.device_parts import SMALL, make_parts
 from worker.core import EngineCore
 from worker.kv_connector_scheduler import KVConnectorScheduler
 
-# Rows that pad a step hold whatever was in memory; nothing comes of them.
+# Rows that pad a step contain arbitrary memory; their results are not used.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -82,7 +82,7 @@ def answers_of(
     kv_groups: KVGroups = ONE_GROUP,
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> Answers:
-    """`given`: the output that every request already has, which is part of the answer."""
+    """`given`: output that every request has at its start, as a part of the answer."""
     core = EngineCore(
         Scheduler(
             config,
@@ -149,7 +149,7 @@ def on_device(
     parts = make_device_parts(model, pool, limits, num_multiprocessors=2)
     if uses_graphs:
         parts.record(CudaGraphs() if device.type == "cuda" else Repeater())
-    pool.blocks_NLKHTD[1:] = math.nan  # as a former owner may have left them
+    pool.blocks_NLKHTD[1:] = math.nan  # a former owner may have left such bytes
     runner = parts.runner(pool, config.num_swap_blocks or 0)
     pipeline = StreamPipeline(runner, is_async=config.async_scheduling)
     return answers_of(pipeline, config, given, kv_groups=parts.forward.groups, prompts=prompts)
@@ -175,7 +175,7 @@ class HalfRight(NGramProposer):
 def with_drafts(
     path: Path, device: torch.device, config: SchedulerConfig, expected: Answers, *, uses_graphs: bool
 ) -> Answers:
-    """On the device; a step has as many sequences as its requests have tokens and drafts."""
+    """The answers of the device. A step has one sequence for each token and each draft."""
     num_drafts = 3
     model = load_model(FLOAT32, path, device, TritonBackend())
     assert config.num_blocks is not None
@@ -250,8 +250,8 @@ def test_the_same_tokens_with_and_without_fusions(
 
 @pytest.mark.parametrize("block_size", [pytest.param(8, marks=pytest.mark.by_hand), 32])
 def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, block_size: int) -> None:
-    """Windows begin several tiles of keys behind their contexts' beginning, and the chunks of a prompt give blocks
-    back. Blocks of 32 tokens are read by the copy engine."""
+    """Windows begin several tiles of keys after the beginning of their contexts, and each chunk of a prompt gives
+    blocks back. Blocks of 32 tokens are read by the copy engine."""
     path = make_model_dir(tmp_path / "model", "qwen2", **(SMALL | IN_GROUPS))
     lengths, settings = (5, 40, 105), {"max_model_len": 112, "max_num_batched_tokens": 48}
     prompts = [[(7 * i + length) % VOCAB for i in range(length)] for length in lengths]
@@ -273,7 +273,7 @@ def test_c27_kv_groups_change_no_token(tmp_path: Path, device: torch.device, blo
 def test_preemption_changes_no_token(
     tmp_path: Path, device: torch.device, preemption: str, num_groups: int
 ) -> None:
-    """Blocks for one request and a half."""
+    """There are blocks for one and a half requests."""
     groups = {"architecture": "qwen2", **IN_GROUPS, "sliding_window": 6} if num_groups > 1 else {}
     path = make_model_dir(tmp_path / "model", **(SMALL | groups))
     swap = {"num_swap_blocks": 8 * num_groups} if preemption == "swap" else {}

@@ -24,7 +24,7 @@ VOCAB = 90
 
 
 class AllowsSome:
-    """A matcher that allows every third token, which ones depends on how many it has taken."""
+    """A matcher that allows every third token. The number of tokens that it has taken decides which ones."""
 
     def __init__(self, num_taken: int) -> None:
         self._num_taken = num_taken
@@ -51,7 +51,7 @@ def request(
 
 
 def device_sampler(device: torch.device, max_num_rows: int = 8) -> DeviceSampler:
-    """With several chunks and parts even in so small a vocabulary."""
+    """A sampler with several chunks and parts, although the vocabulary is small."""
     return DeviceSampler(VOCAB, max_num_rows, device, chunk=16, chunks_per_part=4)
 
 
@@ -106,7 +106,7 @@ def test_equal_logits_give_equal_tokens(seed: int, device: torch.device) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_c62_after_drafts_the_same_is_sampled_as_after_those_tokens(seed: int, device: torch.device) -> None:
-    """Rows of one request, as of its own tokens and as of each draft, beside requests that have these tokens."""
+    """The rows of a request with drafts are compared with the rows of requests that have these drafts as tokens."""
     rng, drafts = random.Random(seed), (6, 9, 6, 11)
     logits_RV = 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)).repeat(5, 1)
     for _ in range(6):
@@ -169,7 +169,7 @@ def test_c55_rows_that_are_not_finite_are_those_of_the_cpu(wrong: float, device:
 
 
 class Recorded:
-    """A rank of two, whose peer's broadcasts are what rank 0 left here."""
+    """Rank 1 of two ranks. It receives what rank 0 has broadcast, and left here."""
 
     size = 2
 
@@ -207,7 +207,7 @@ def test_other_ranks_receive_the_first_ranks_tokens(device: torch.device) -> Non
 
 
 def test_rows_may_be_parts_of_longer_ones(device: torch.device, generator: torch.Generator) -> None:
-    """The ranks may not divide the vocabulary: then what follows a row is no logit."""
+    """If the ranks cannot divide the vocabulary equally, the numbers after a row are no logits."""
     wide_RV = torch.randn(4, VOCAB + 3, generator=generator).to(device)
     wide_RV[:, VOCAB:] = 100.0
     requests = [

@@ -46,7 +46,7 @@ def empty_launch(
     has_bias: bool = False,
     activation: Activation = Gate.SILU,
 ) -> None:
-    """`dtype`: of the weights. `is_second`: of the products that give each token's result."""
+    """`dtype`: the dtype of the weights. `is_second`: this is the second product, which gives each token's result."""
     meta = partial(torch.empty, device="meta")
     matrices = ExpertMatrices(
         meta(shape, dtype=dtype),
@@ -117,7 +117,7 @@ def test_is_what_torch_computes(
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    """Tiles that are full, that are not, and experts with none, one and several; first and second product."""
+    """Full and partly filled tiles; experts with no tile, one tile and several; the first and the second product."""
     if dtype is BF16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies matrices of bfloat16 wrongly")
     is_float8 = dtype is FP8
@@ -200,7 +200,7 @@ def test_all_rows_of_one_expert(num_tokens: int, device: torch.device, generator
 def test_pairs_with_experts_of_other_ranks_are_not_computed(
     num_tokens: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Few tokens, and tiles of 16 and of 64 pairs. What these products leave undefined does not reach the sum."""
+    """Few tokens, and tiles of 16 and of 64 pairs. Values that these products leave undefined do not reach the sum."""
     num_own_experts = 3
     experts_TK = random_experts(generator, num_tokens, 2, 6).clamp_(max=num_own_experts).to(device)
     experts_TK[0, 0], experts_TK[0, 1] = num_own_experts, num_own_experts  # both are of other ranks
@@ -233,7 +233,7 @@ def test_the_mixture_is_that_of_the_cpu(
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
-    """The last one has biases, too."""
+    """The last mixture has biases, too."""
     mixture = Mixture(
         num_experts=5, num_chosen=2, intermediate_size=48, is_normalized=is_normalized, activation=activation
     )

@@ -15,7 +15,7 @@ from tests.factories.models import make_model_dir
 from tests.kernels.device_parts import SMALL
 from tests.kernels.test_device_engine import assert_same, make_config, on_cpu, on_device
 
-# Rows that pad a step hold whatever was in memory; nothing comes of them.
+# Rows that pad a step contain arbitrary memory; their results are not used.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),

@@ -27,7 +27,7 @@ LONGEST = 56
 LENGTHS = (3, 24, LONGEST)
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "block_size": BLOCK_SIZE, "num_blocks": 100}
 
-# Rows that pad a step hold whatever was in memory; nothing comes of them.
+# Rows that pad a step contain arbitrary memory; their results are not used.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -49,7 +49,7 @@ def expected(folder: Path) -> dict[int, list[int]]:
 def interpreting() -> Iterator[None]:
     from tests.factories.interpreted_engine import (
         interpret_kernels,
-    )  # who compiles kernels imports this file, too
+    )  # the process that compiles kernels imports this file, too
 
     with pytest.MonkeyPatch.context() as patch:
         interpret_kernels(patch)
@@ -67,7 +67,8 @@ def start(engines: EnginesOf, name: str, *, on_gpu: bool, **settings: Any) -> Wh
 def test_c27_blocks_that_left_the_window_serve_again(
     engines: EnginesOf, expected: dict[int, list[int]]
 ) -> None:
-    """A pool that holds the longest request only because its own windowed blocks come back. Then its prefix hits."""
+    """The pool can hold the longest request only because the request gives its windowed blocks back. Afterwards, its
+    prefix can be hit."""
     most_of_window = -(-(WINDOW - 1 + 16) // BLOCK_SIZE) + 1
     num_blocks = -(-(LONGEST + NUM_TOKENS) // BLOCK_SIZE) + 2 * most_of_window
     tight = {"num_blocks": num_blocks + 1, "max_num_batched_tokens": 16}

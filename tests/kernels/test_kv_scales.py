@@ -24,7 +24,7 @@ from tests.kernels.device_parts import SMALL
 from tests.kernels.test_device_engine import Answers, answers_of, make_config
 from tests.unit.engine.test_kv_scales import add_scales
 
-# Rows that pad a step hold whatever was in memory; nothing comes of them.
+# Rows that pad a step contain arbitrary memory; their results are not used.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),

@@ -22,7 +22,7 @@ NUM_TOKENS, BLOCK_SIZE = 3, 8
 LENGTHS = (3, 24, 37)
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "block_size": BLOCK_SIZE, "num_blocks": 40}
 
-# Rows that pad a step hold whatever was in memory; nothing comes of them.
+# Rows that pad a step contain arbitrary memory; their results are not used.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -49,7 +49,7 @@ def start(
     """An engine as on a GPU, or one on a CPU."""
     from tests.factories.interpreted_engine import (
         interpret_kernels,
-    )  # who compiles kernels imports this file, too
+    )  # the process that compiles kernels imports this file, too
 
     with pytest.MonkeyPatch.context() as patch:
         if on_gpu:

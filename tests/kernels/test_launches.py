@@ -47,7 +47,7 @@ def launches(folder: Path, switches: KernelSwitches, num_tokens: int, device: to
 
 
 def in_layers(**counts: int) -> Counter[str]:
-    """The launches of all layers, from those of one."""
+    """The launches of all layers, given the launches of one layer."""
     return Counter({name: NUM_LAYERS * count for name, count in counts.items()})
 
 
@@ -86,7 +86,7 @@ class TestLaunches:
     def test_without_one_of_them(
         self, switch: str, more: dict[str, int], tmp_path: Path, device: torch.device
     ) -> None:
-        """The last sum is not normed in the same launch: its norm belongs to the logits."""
+        """The last sum is not normed in the launch that adds: its norm belongs to the logits."""
         with_all = launches(tmp_path, KernelSwitches(), 1, device)
         without = launches(tmp_path, KernelSwitches(**{switch: False}), 1, device)
         assert without - with_all == Counter(more)

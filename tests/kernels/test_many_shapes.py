@@ -252,7 +252,7 @@ def test_rope_store(shape: Any, device: torch.device, generator: torch.Generator
 
 
 def test_attention(shape: Any, device: torch.device, generator: torch.Generator) -> None:
-    """Either tuning; a graph's grid for a whole device, so that long contexts are split."""
+    """Both tunings. The grid is that of a graph for a whole device, so long contexts are split."""
     (num_q_heads, num_kv_heads, head_dim), block_size, kv_dtype, dtype, (queries, contexts), window = shape
     attention = AttentionShape(
         num_q_heads, num_kv_heads, head_dim, block_size, dtype.itemsize, kv_dtype.itemsize

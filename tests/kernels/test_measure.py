@@ -62,7 +62,7 @@ def test_two_graphs_of_each_kind_estimate_all(parts: DeviceParts) -> None:
 
 
 def test_the_estimate_is_what_all_graphs_take(parts: DeviceParts) -> None:
-    """If the largest graph of a kind costs more, and the others cost the same."""
+    """This holds if the largest graph of a kind costs more, and all others cost the same."""
     costs = Costs(1000, *[30] * (NUM_MIXED - 1), 200, 7)
     parts.record(costs)
     taken = FREE - costs.free

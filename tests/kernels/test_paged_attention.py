@@ -28,7 +28,7 @@ def _launch(
     merges: bool | None = None,
     has_sinks: bool = False,
 ) -> Callable[[], None]:
-    """With the strides of a model that keeps its queries within the qkv projection's output."""
+    """A launch with the strides of a model whose queries stay within the output of the qkv projection."""
     kv_dtype = kv_dtype or dtype
     merges = tuning_of is decode_tuning if merges is None else merges
     shape = AttentionShape(
@@ -65,7 +65,7 @@ def _merging(num_merges: int, num_kv_heads: int, device: torch.device) -> Mergin
 
 
 def _launch_merge() -> None:
-    """Of Llama-3.1-8B and of Qwen3-8B."""
+    """The launch of Llama-3.1-8B and Qwen3-8B."""
     merge_partials(
         torch.empty(1, 32, 128),
         torch.empty(1, 32),
@@ -222,7 +222,7 @@ def test_the_last_part_to_be_done_merges_all(
 def test_merges_all_queries_of_a_tile_by_groups_that_fill_none(
     device: torch.device, generator: torch.Generator
 ) -> None:
-    """Six heads a group of three; a part that some queries see nothing of."""
+    """Six heads in groups of three, and a part of which some queries see no key."""
     step = PagedStep(Case([8], [36], replace(SHAPE, num_query_heads=6), SMALL, PLAIN), device, generator)
     tiles = ((0, 5), (5, 3))
     step.items_IF = torch.tensor(

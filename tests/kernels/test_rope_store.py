@@ -49,7 +49,7 @@ def cos_sin(head_dim: int) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Inputs:
-    """Of a step with a padded row in its middle."""
+    """The inputs of a step with a padded row in its middle."""
 
     qkv_TXD: torch.Tensor
     positions_T: torch.Tensor

@@ -62,7 +62,7 @@ RARE = ("gpt-oss-20b", "Mixtral-8x7B, experts of 2 ranks", "DeepSeek-V2")
 def test_is_what_torch_chooses(
     name: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Logits of one row are far apart: torch says nothing of the order of equal scores."""
+    """The logits of a row are far apart, since torch does not define the order of equal scores."""
     mixture = MIXTURES[name]
     num_experts = mixture.num_experts
     logits_TX = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(7)])

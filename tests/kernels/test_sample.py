@@ -33,7 +33,7 @@ def params(num_rows: int, **columns: Any) -> torch.Tensor:
 def sampled(
     logits_RV: torch.Tensor, params_RF: torch.Tensor, processed_PV: torch.Tensor | None = None
 ) -> list[int]:
-    """Launched with chunks so small that even these rows have many of them."""
+    """Samples with chunks so small that even these short rows have many."""
     return sampled_and_flagged(logits_RV, params_RF, processed_PV)[0]
 
 

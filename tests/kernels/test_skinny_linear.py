@@ -29,7 +29,7 @@ F32, F16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8
 def empty_launch(
     num_tokens: int, num_outputs: int, num_inputs: int, dtype: torch.dtype, fused: str = ""
 ) -> None:
-    """`dtype`: of the weights; `fused`: what the product is fused with in a decoder layer."""
+    """`dtype`: the dtype of the weights. `fused`: the operation that the product is fused with in a decoder layer."""
     weight_OI = torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta")
     scales_O = torch.empty(num_outputs, device="meta") if dtype is FP8 else None
     x_TI = torch.empty(num_tokens, num_inputs, dtype=F32 if dtype is F32 else BF16, device="meta")
@@ -256,6 +256,7 @@ def inputs(
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Sums of some hundred products cancel: errors are compared with their size, some tens, too."""
+    """Sums of some hundred products may cancel. So errors are also compared with the size of the summed products,
+    which is some tens."""
     rtol = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=10 * rtol)

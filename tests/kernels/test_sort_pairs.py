@@ -29,7 +29,8 @@ LAUNCHES = {
 def test_pairs_of_each_expert_are_in_order(
     num_tokens: int, num_chosen: int, num_experts: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    """One to three blocks of pairs; the last number is of other ranks' experts, and some experts have no pair."""
+    """One to three blocks of pairs. The last number stands for experts of other ranks, and some experts have no
+    pair."""
     shape = (num_tokens, num_chosen)
     experts_TK = torch.randint(0, num_experts + 1, shape, dtype=torch.int32, generator=generator).to(device)
     experts_TK[experts_TK == 1] = 2

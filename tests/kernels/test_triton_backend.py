@@ -44,7 +44,7 @@ def test_many_tokens_are_quantized_by_the_kernel_before_the_product(
 def test_a_checkpoints_8_bit_floats_quantize_their_own_inputs(
     num_tokens: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Beside them there may be linears that are not in 8 bits."""
+    """The same layer may also have linears that are not in 8 bits."""
     backend = TritonBackend()
     weight_OI = random(generator, device, OUTPUTS, WIDTH)
     weight = Fp8Weight.quantize(weight_OI)

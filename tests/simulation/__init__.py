@@ -1,9 +1,9 @@
-"""The whole hand-over in one thread on virtual time, with seeded faults; every promise is checked after every event.
+"""The whole hand-over in one thread in virtual time, with seeded faults. Every promise is checked after every event.
 
     python -m tests.simulation --seed 7 --verbose      # the log of one seed
     make simulate-faults SEEDS=100000                  # a long run
 
-The world, its network, workers and gateways are those of simulator/. Here is what tests add:
+The world, its network, workers and gateways are those of simulator/. This package adds the parts for tests:
 
 scenario.py    a seed's workers, requests, network and faults
 faults.py      carries the scenario's faults out

@@ -20,8 +20,8 @@ def has_drafts(seed: int) -> bool:
 def with_drafts(
     seed: int, workers: Iterable[WorkerSpec], requests: Iterable[RequestSpec], max_model_len: int
 ) -> tuple[tuple[WorkerSpec, ...], tuple[RequestSpec, ...]]:
-    """Most requests go on with an earlier conversation, and so hit what drafts left in the prefix cache. Answers end
-    where a block ends, since only full blocks hit.
+    """Most requests continue an earlier conversation, and so hit blocks that drafts may have left in the prefix cache.
+    Answers end where a block ends, since only full blocks hit.
     """
     rng = random.Random(f"drafts of {seed}")
     drafting = [replace(spec, num_drafts=rng.choice([1, 3, 5])) for spec in workers]

@@ -84,8 +84,10 @@ class Invariants:
                 expect("rest: connectors are empty", not maps, f"{name}: {maps}")
 
     def _check_poison(self) -> None:
-        """It costs few workers, however often it comes, and it costs no other request anything."""
-        # A second gateway first sees workers end that it sent nothing, and suspects of both share some workers.
+        """Checks that a poisoned request costs only a few workers, however often it comes, and harms no other
+        request."""
+        # At first, a second gateway sees workers end to which it sent nothing. Suspects of both gateways share some
+        # workers.
         each = MAX_LOSSES_AT_ONE_TOKEN if len(self._gateways) == 1 else MAX_LOSSES_IN_ALL
         counts, limit = self._world.counts, each * len(self._gateways)
         num_killed, num_stopped = counts["fault poison killed"], counts["path stopped"]

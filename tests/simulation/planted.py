@@ -1,4 +1,4 @@
-"""Bugs planted one at a time: the simulation has to find each within a minute, or it proves nothing.
+"""Bugs planted one at a time: the simulation must find each within a minute. Otherwise it proves nothing.
 
 python -m tests.simulation.planted          # a table; exit code 1 if one survives
 """
@@ -75,7 +75,7 @@ def start_loads_beside_a_step(original: Any, self: Any, plan: Any) -> Any:
 
 @planted(consumer_endpoint, "_pool_key")
 def ignore_incarnations(_original: Any, key: TransferKey, transport: str) -> PoolKey:
-    """An open pool is taken for that of the worker that has the same name now."""
+    """An open pool is mistaken for the pool of the present worker of the same name."""
     return key.producer.partition("-incarnation")[0], key.producer_rank, transport
 
 
@@ -121,7 +121,7 @@ def offer_withdrawn_blocks(_original: Any, self: OutgoingTransfer) -> None:
 def trust_acks_of_older_versions(
     original: Any, self: Any, transfer: OutgoingTransfer, message: Ack
 ) -> list[Effect]:
-    """Blocks count as received that were withdrawn since."""
+    """Blocks that were withdrawn meanwhile count as received."""
     return original(self, transfer, replace(message, version=transfer.version))  # type: ignore[no-any-return]
 
 
@@ -129,7 +129,7 @@ def trust_acks_of_older_versions(
 def trust_opens_of_older_versions(
     original: Any, self: OutgoingTransfer, message: Open, peer: Any, transport: str
 ) -> None:
-    """Blocks count as received that were withdrawn since."""
+    """Blocks that were withdrawn meanwhile count as received."""
     versions = (self.version,) * len(message.received)
     original(self, replace(message, received_versions=versions), peer, transport)
 
@@ -294,7 +294,7 @@ def overlook_losses_while_it_moves(
 
 @planted(Attempt, "close")
 def count_sub_requests_of_ended_attempts(_original: Any, self: Attempt) -> list[str]:
-    """The router takes workers for busy whose requests have ended."""
+    """The router counts requests that have ended, so it takes idle workers for busy."""
     left = sorted(self.open_workers)
     self._uncounted.clear()
     return left
@@ -309,7 +309,8 @@ def work_on_for_an_ended_gateway(original: Any, self: WorkerSessions, peer: byte
 
 @planted(Standstill, "look")
 def count_a_standstill_as_silence(original: Any, self: Standstill, now: float) -> float:
-    """A worker that was stopped takes that time for its readers' silence, and frees what they are about to read."""
+    """A worker that was stopped counts this time as silence of its readers, and frees blocks that they are about to
+    read."""
     original(self, now)
     self.total_s = 0.0
     return 0.0
@@ -322,7 +323,7 @@ def trust_heartbeats_alone(_original: Any, *_args: Any) -> None:
 
 @planted(RemotePools, "close_orphaned")
 def keep_the_pools_of_ended_workers(_original: Any, *_args: Any) -> None:
-    """They stay open until nothing has come from them for a while."""
+    """The pools of ended workers stay open until the idle timeout."""
 
 
 @planted(CallerShares, "_is_shared")

@@ -153,7 +153,7 @@ def _with_one_gateway(seed: int) -> Scenario:
 
 
 def _crowded(rng: random.Random, seed: int) -> Scenario:
-    """Pools with room for little more than one prompt on both ends, which disagree on the order of requests."""
+    """Pools with room for little more than one prompt on both ends. The two ends have different orders of requests."""
     transports = rng.choice([(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP), (NIXL,)])
     workers = []
     for spec in _workers(rng, transports, has_one_host=True, is_tight=True):
@@ -177,8 +177,8 @@ def _crowded(rng: random.Random, seed: int) -> Scenario:
 
 
 def _greedy(rng: random.Random, seed: int) -> Scenario:
-    """Long answers of one caller fill the decode workers' few slots, or their few blocks; then others come.
-    None of them ends early: it would leave room for others, even if one caller could hold everything."""
+    """Long answers of one caller fill the decode workers' few slots, or their few blocks. Then other callers come. No
+    answer ends early, since that would leave room for others, even if one caller could hold everything."""
     workers = []
     for spec in _workers(rng, (ZMQ_TCP,), has_one_host=True, is_tight=False):
         few = rng.choice([{"max_num_seqs": 8, "num_blocks": 400}, {"max_num_seqs": 64, "num_blocks": 100}])
@@ -216,7 +216,7 @@ def _greedy(rng: random.Random, seed: int) -> Scenario:
 
 
 def _poisoned(rng: random.Random, seed: int) -> Scenario:
-    """No other fault than one caller's request, again and again, that breaks each step or ends each worker."""
+    """The only fault is one caller's request, which breaks each step or ends each worker, and comes repeatedly."""
     workers = _workers(
         rng, rng.choice([(ZMQ_TCP,), (SHARED_MEMORY, ZMQ_TCP)]), has_one_host=True, is_tight=False
     )
@@ -360,7 +360,7 @@ def has_gray_faults(seed: int) -> bool:
 
 
 def _gray_faults(seed: int) -> tuple[Fault, ...]:
-    """Workers that answer, and compute nothing, slowly, or what is not finite. Drawn apart from the rest."""
+    """Workers that answer, but compute nothing, or slowly, or no finite values. Drawn apart from the rest."""
     rng, kinds = random.Random(f"gray faults of {seed}"), list[FaultKind](["hang", "slow", "spoil"])
     return tuple(_fault(rng, rng.choice(kinds), 0.5, 1.0) for _ in range(rng.randrange(1, 4)))
 

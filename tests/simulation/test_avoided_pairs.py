@@ -25,7 +25,7 @@ CUT = ("p0", "d0")
 
 
 def play(policy: LoadFailurePolicy, cut_s: float, num_requests: int = NUM_REQUESTS) -> SimGateway:
-    """A request in every second, of which every other one would go to the pair whose link is cut."""
+    """One request a second. Every other request would go to the pair whose link is cut."""
     world = World(seed=1)
     network = Network(world, NetworkFaults())
     network.partitions = dict.fromkeys([CUT, CUT[::-1]], cut_s)
@@ -52,7 +52,7 @@ def paid(gateway: SimGateway) -> list[str]:
 def test_c42_few_requests_pay_for_a_link_that_the_gateway_does_not_see(
     policy: LoadFailurePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that were on their way before the first failure was known, and one that tries the pair again."""
+    """Only requests that were sent before the first failure was known, and one request that tries the pair again."""
     gateway = play(policy, cut_s=1e9)
     assert 1 <= len(paid(gateway)) <= 4
     assert len(gateway.dispatcher.avoided_pairs) == 1

@@ -29,7 +29,7 @@ def others() -> Iterator[Session]:
 
 
 def flood(num_requests: int, num_prompt_tokens: int, num_answer_tokens: int) -> list[Session]:
-    """All at once, before the others come."""
+    """The requests of the eighth tenant: all at once, before the others come."""
     rng = random.Random(GREEDY)
     return [
         session(rng, GREEDY, number, 0.0, num_prompt_tokens, num_answer_tokens)
@@ -46,7 +46,8 @@ def session(
 
 
 def most_s(greedy: list[Session], num_blocks: int, config: GatewayConfig, end_s: float = END_S) -> float:
-    """The other tenants' longest time to first token but one, of all that come PATIENCE_S before the end."""
+    """The second longest time to first token of the other tenants. Requests that come less than PATIENCE_S before the
+    end do not count."""
     fleet = TimedFleet(config, 1, 2, (40_000, num_blocks), seed=1)
     asked = [session for session in others() if session.arrival_s < end_s - PATIENCE_S]
     times_of = fleet.run([*asked, *greedy], until_s=end_s).ttft_s_of

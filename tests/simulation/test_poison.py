@@ -1,5 +1,5 @@
-"""Behaviour 56: no innocent request is taken for one that ends workers, neither under constant random kills,
-nor beside the poison of another gateway."""
+"""Behaviour 56: no innocent request counts as one that ends workers, either under constant random kills, or beside the
+poison of another gateway."""
 
 import random
 from functools import partial
@@ -24,7 +24,7 @@ NUM_STREAMS, DURATION_S = 120, 60.0
 
 
 def play(seed: int, kill_every_s: float, num_poisons: int = 0) -> tuple[World, SimGateway]:
-    """Streams of some seconds; a worker is killed at random every so often, and its successor starts at once."""
+    """Streams of some seconds. A random worker is killed from time to time, and its successor starts at once."""
     world, rng = World(seed, max_events=10**7), random.Random(seed)
     network = Network(world, NetworkFaults())
     pools = SharedPools(world, ReadFaults(), True)

@@ -27,7 +27,7 @@ def lose_a_prefill_worker(
 
 @bug(Attempt, "abandoned")
 def never_abandoned(_original: Any, _self: Attempt) -> None:
-    """No failure, though no worker runs the request."""
+    """An attempt does not fail if no worker runs the request any more."""
 
 
 def go_on_without_any_worker() -> AbstractContextManager[Any]:
@@ -42,7 +42,7 @@ def go_on_without_any_worker() -> AbstractContextManager[Any]:
 def count_what_never_began(
     _original: Any, self: Producer, transfer: OutgoingTransfer, counter: str, reason: str = ""
 ) -> None:
-    """A doubled Release behind a late Hold counted as another hand-over that was done."""
+    """A second Release after a late Hold counted as another successful hand-over."""
     transfer.end_reason = transfer.end_reason or reason
     if transfer.state is not OutgoingState.CANCELLED:
         self._counters[counter] += 1

@@ -24,8 +24,8 @@ def has_windows(seed: int) -> bool:
 def with_windows(
     seed: int, workers: Iterable[WorkerSpec], requests: Iterable[RequestSpec], max_model_len: int
 ) -> tuple[tuple[WorkerSpec, ...], tuple[RequestSpec, ...]]:
-    """Workers have one block size, as windows need it, and pools that the longest request just fits in, or larger.
-    Prompts are long enough to leave a window behind, and most requests are handed over and go on.
+    """All workers have the same block size, as windows require. The longest request just fits into a pool, or the pool
+    is larger. Prompts are longer than a window, and most requests are handed over and continue.
     """
     rng = random.Random(f"windows of {seed}")
     specs, groups = tuple(workers), rng.choice(GROUPS)

@@ -50,7 +50,7 @@ async def answer(client: GatewayClient, max_tokens: int) -> list[int]:
 
 
 async def all_serve(client: GatewayClient) -> dict[str, int]:
-    """Process ids by worker, once there are three."""
+    """The process id of each worker, once three workers serve."""
     while True:
         description = await client.describe()
         pids = {

@@ -1,8 +1,8 @@
 """Plays a rendered release without Kubernetes: isolated.sh python -m tests.slow.play_chart RENDERED.json MODELS.
 
-Starts what its pods would start, waits for their probes, asks a question with the rendered key over TLS, takes a worker
-away by its own hook, asks again, and stops. MODELS is the folder that the claim `weights` would hold. Prints one JSON
-object about it.
+Starts the commands of its pods, and waits for their probes. Asks a question over TLS with the rendered key, drains a
+worker by its pod's hook, asks again, and stops. MODELS is the folder that the claim `weights` would hold. Prints one
+JSON object about it.
 """
 
 import json
@@ -53,7 +53,8 @@ class Played:
         return pod
 
     def start(self) -> None:
-        """Head, workers and gateway; each when those before are as far as Kubernetes would wait for."""
+        """Starts head, workers and gateway. Each starts when the parts before it are as far as Kubernetes would wait
+        for."""
         ray, templates = self._release.ray, self._release.pods()
         token = {"RAY_AUTH_MODE": "token"}
         secret = self._release.of_kind("Secret")[ray["authOptions"]["secretName"]]
@@ -102,7 +103,7 @@ class Played:
             return str(json.load(answer)["choices"][0]["text"])
 
     def drain(self, name: str) -> tuple[int, str]:
-        """By the hook of its pod; then it is stopped."""
+        """Drains a worker by the hook of its pod, and then stops the pod."""
         pod = self._pods[name]
         hook = pod.containers["ray-worker"].spec["lifecycle"]["preStop"]["exec"]["command"]
         began = time.monotonic()
@@ -113,7 +114,7 @@ class Played:
         return code, said
 
     def stop(self) -> dict[str, dict[str, int]]:
-        """Gateways first; exit codes by pod and container."""
+        """Stops the pods, gateways first. Returns the exit codes by pod and container."""
         return {name: self._pods[name].stop() for name in sorted(self._pods, key="gateway".__ne__)}
 
     @property

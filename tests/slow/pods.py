@@ -1,8 +1,9 @@
-"""Pods without Kubernetes: each has a network, each container its mounts over a root file system to read only.
+"""Pods without Kubernetes. Each pod has a network, and each container has its mounts over a read-only root file
+system.
 
-For processes that were started by isolated.sh, whose namespaces hide all of this from the machine. What a kubelet would
-do is done as literally as it can be: commands, environment, volumes, probes and hooks are those of the pod's template.
-Not played: users, limits, policies, name services.
+For processes that were started by isolated.sh, whose namespaces hide all of this from the machine. This module does as
+literally as possible what a kubelet does: commands, environment, volumes, probes and hooks are those of the pod's
+template. Not played: users, limits, policies, name services.
 """
 
 import base64
@@ -63,7 +64,7 @@ class Container:
 
 @dataclass
 class Pod:
-    """One that gets started container by container."""
+    """A pod that is started container by container."""
 
     name: str
     address: str
@@ -109,7 +110,7 @@ class Pod:
                         (self._folder(volume["name"]) / item["path"]).write_text(content[item["key"]])
 
     def start(self, name: str, command: list[str] | None = None, **variables: str) -> Container:
-        """`command` where the operator puts in one that the template lacks."""
+        """Starts a container. `command`: the command that the operator adds if the template lacks it."""
         spec = next(each for each in self._specs() if each["name"] == name)
         log = WORK / f"{self.name}.{name}.log"
         with log.open("wb") as file:
@@ -126,7 +127,7 @@ class Pod:
         return container
 
     def wait_for_port(self, name: str) -> float:
-        """Seconds until a sidecar has opened its port; AssertionError if it ends, or takes for ever."""
+        """Seconds until a sidecar has opened its port. Raises AssertionError if it ends or takes too long."""
         container, began = self.containers[name], time.monotonic()
         (port,) = container.spec["ports"]
         while not is_open(self.address, port["containerPort"]):
@@ -136,7 +137,7 @@ class Pod:
         return time.monotonic() - began
 
     def execute(self, name: str, command: list[str]) -> tuple[int, str]:
-        """In that container, as a kubelet runs hooks: its exit code, and what it said."""
+        """Runs a command in that container, as a kubelet runs hooks. Returns its exit code and its output."""
         spec = self.containers[name].spec
         done = subprocess.run(
             self._entering(spec, command),
@@ -188,7 +189,8 @@ class Pod:
         return self.address
 
     def wait_for(self, name: str, probe: str) -> float:
-        """Seconds until this probe of the container says yes; AssertionError if it ends, or takes for ever."""
+        """Seconds until this probe of the container succeeds. Raises AssertionError if the container ends or takes too
+        long."""
         container, began = self.containers[name], time.monotonic()
         while not self.asks(name, probe):
             assert container.process.poll() is None, f"{self.name}/{name} ended"
@@ -197,7 +199,7 @@ class Pod:
         return time.monotonic() - began
 
     def asks(self, name: str, probe: str) -> bool:
-        """Whether the probe says yes now."""
+        """Whether the probe succeeds now."""
         spec = self.containers[name].spec
         how = spec[probe]
         if tcp := how.get("tcpSocket"):
@@ -213,7 +215,8 @@ class Pod:
             return False
 
     def stop(self) -> dict[str, int]:
-        """As a kubelet does: SIGTERM, to sidecars last, and SIGKILL when the grace period is over. The exit codes."""
+        """Stops the pod as a kubelet does: SIGTERM, to sidecars last, and SIGKILL after the grace period. Returns the
+        exit codes."""
         sidecars = {each["name"] for each in self.template["spec"].get("initContainers", [])}
         deadline = time.monotonic() + self.template["spec"].get("terminationGracePeriodSeconds", 30)
         codes = {}
@@ -253,7 +256,7 @@ def port_of(spec: Object, port: Any) -> int:
 
 
 def unchecked() -> ssl.SSLContext:
-    """As a kubelet looks at certificates: not at all."""
+    """A TLS context that checks no certificate, like a kubelet's."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -261,6 +264,6 @@ def unchecked() -> ssl.SSLContext:
 
 
 def write_hosts(addresses: dict[str, str]) -> None:
-    """What the cluster's name service would know."""
+    """Writes the names that the cluster's name service would know."""
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
     Path("/etc/hosts").write_text("\n".join(lines) + "\n")

@@ -114,7 +114,7 @@ def main(what: str) -> None:
 
 
 def scale_groups(_: Path) -> None:
-    """A placement group that finds no room makes a node, and one that is removed leaves it to go."""
+    """A placement group without room makes Ray add a node. When the group is removed, Ray removes the node."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -131,7 +131,8 @@ def scale_groups(_: Path) -> None:
 
 
 def scale_fleet(folder: Path) -> None:
-    """Clients come: a second decode worker, on a node of its own. They go: it goes, and the node after it."""
+    """When clients come, a second decode worker starts on its own node. When they go, the worker ends, and then its
+    node."""
     import ray
 
     from tests.factories.models import make_model_dir
@@ -166,7 +167,7 @@ async def grow_and_shrink(target: str) -> None:
         await wait_for(lambda: is_number_of_decoders(client, 2), "two decode workers serve")
         assert num_nodes("decode") == 2
         stopping.set()
-        decoders = set[str]().union(*await asyncio.gather(*clients))  # raises what any request failed of
+        decoders = set[str]().union(*await asyncio.gather(*clients))  # raises the error of a failed request
         say(f"every request was answered whole, by {sorted(decoders)}")
         await wait_for(lambda: is_number_of_decoders(client, 1), "one decode worker is left")
         for sentence in (await client.describe())["controller"]["decisions"]:
@@ -174,7 +175,7 @@ async def grow_and_shrink(target: str) -> None:
 
 
 async def stream(client: Any, stopping: asyncio.Event) -> set[str]:
-    """One request after the other, each of its full length; who decoded them."""
+    """Sends one request after another, each of full length. Returns the workers that decoded them."""
     decoders: set[str] = set()
     sampling = {"max_tokens": 190, "ignore_eos": True, "temperature": 0.0}
     while not stopping.is_set():

@@ -105,7 +105,8 @@ def test_c27_a_long_request_of_a_real_gemma_3_holds_and_sends_less_than_half(
 
 
 async def _ask_and_watch(target: str, prompt: list[int]) -> tuple[tuple[int, ...], dict[str, int], int]:
-    """The answer, the most blocks that a worker of each role held meanwhile, and the bytes that were handed over."""
+    """The answer, the largest number of blocks that a worker of each role held meanwhile, and the number of bytes
+    handed over."""
     most_held, num_sent = {"prefill": 0, "decode": 0}, 0
     options = {"temperature": 0.0, "max_tokens": NUM_LONG_TOKENS, "ignore_eos": True}
     async with GatewayClient(target) as client:

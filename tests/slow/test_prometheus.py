@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a real cluster under load: every query of the dashboard answers, no alert cannot be asked.
+"""A real Prometheus scrapes a real cluster under load: every query of the dashboard has an answer, and every alert can
+be evaluated.
 
     BATON_PROMETHEUS=/usr/bin python -m pytest -m by_hand tests/slow/test_prometheus.py
 
@@ -147,7 +148,7 @@ def test_a_real_prometheus_finds_everything_that_the_dashboard_asks_for(tmp_path
 
 
 def start_prometheus(folder: Path, gateway: str) -> tuple[str, "subprocess.Popen[bytes]"]:
-    """With the configuration that is shipped, but for addresses and pace."""
+    """Starts Prometheus with the shipped configuration, except for addresses and intervals."""
     config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text().replace("127.0.0.1:8000", gateway))
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][1]["http_sd_configs"][0]["refresh_interval"] = "1s"
@@ -171,7 +172,7 @@ def start_prometheus(folder: Path, gateway: str) -> tuple[str, "subprocess.Popen
 
 
 async def load(client: GatewayClient) -> None:
-    """Requests of every kind, some of which fail, and some of whose clients leave."""
+    """Requests of every kind. Some of them fail, and the clients of some leave."""
 
     async def ask(number: int, **options: Any) -> None:
         tokens = [(number * 31 + offset) % 400 + 3 for offset in range(100)]
@@ -221,10 +222,10 @@ async def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
 
 
 def value(sample: dict[str, Any]) -> float:
-    """NaN, as of a share of nothing, is no answer: it compares false."""
+    """The value of a query. NaN, for example a share of nothing, is no answer, and compares false."""
     return float(sample["value"][1])
 
 
 def is_vllms(line: str) -> bool:
-    """A name that promtool would choose otherwise, but that is the field's."""
+    """Whether promtool criticizes a name that Baton has from vLLM."""
     return line.startswith(("baton_iteration_tokens_total", "baton_kv_cache_usage_perc"))

@@ -1,4 +1,4 @@
-"""A decode group that really grows under load and shrinks after it, on nodes that Ray's autoscaler makes and ends."""
+"""A decode group grows under load and shrinks after it, on real nodes that Ray's autoscaler adds and removes."""
 
 import os
 import subprocess
