@@ -42,7 +42,7 @@ def run(script: Sequence[str | Path], **environment: str) -> tuple[int, str, str
 
 
 def find(folder: Path, **environment: str) -> tuple[int, str, str]:
-    """Where only this folder is on the path."""
+    """Runs the script with only this folder on the path."""
     return run([SCRIPTS / "find_python.sh"], PATH=str(folder), **environment)
 
 
@@ -109,7 +109,7 @@ def test_every_page_names_the_same_versions() -> None:
     [("3.12", "has Python 3.11.0, but PYTHON="), (None, "/bin/python is version 3.15.0\n")],
 )
 def test_an_environment_keeps_its_python(tmp_path: Path, asked: str | None, message: str) -> None:
-    """Another one is no silent choice: it is refused before anything is installed."""
+    """If another Python is chosen, it is refused before anything is installed."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     make_python(venv / "bin" / "python", "3.11" if asked else "3.15")

@@ -1,4 +1,4 @@
-"""Fingerprints: two pools that differ say in what."""
+"""Fingerprints: an error names the difference of two pools."""
 
 from dataclasses import replace
 

@@ -282,7 +282,7 @@ def test_clients_start_without_ray_torch_and_transformers() -> None:
 def test_grpc_writes_no_line_for_each_handshake_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Strangers could fill a disk with these."""
+    """Strangers could fill a disk with such lines."""
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
     assert main(["serve", "/no/such/file.yaml"]) == USAGE
     assert os.environ["GRPC_VERBOSITY"] == "DEBUG", "a user who asks for more gets it"

@@ -139,7 +139,7 @@ def test_a_token_that_was_computed_in_vain() -> None:
 
 
 def test_a_victim_whose_token_under_way_ends_it_waits_no_more() -> None:
-    """It was preempted by the plan of step 3 before step 2 said that it had ended."""
+    """The plan of step 3 preempted the request before step 2 showed that the request had ended."""
     steps = [
         make_step(1, {"a": (5, 0)}, num_prompt_tokens={"a": 5}, planned_s=0.0, done_s=0.01),
         make_step(2, {"a": (1, 5)}, planned_s=0.001, done_s=0.02, ended={"a": FinishReason.STOP}),

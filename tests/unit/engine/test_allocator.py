@@ -1,4 +1,4 @@
-"""What the process keeps of its memory, and how much more there is."""
+"""Which freed memory the process keeps, and how much memory is available."""
 
 import os
 import platform

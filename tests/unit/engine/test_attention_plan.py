@@ -32,7 +32,8 @@ def test_every_query_meets_every_key_it_sees_once(
         assert first_key < end_key
         assert first_key % grid.keys == 0
         seen[table_row][rows, first_key:end_key] += 1
-        # The kernel masks no end: beyond it lies what no query sees, or another item, which begins at a whole step.
+        # The kernel does not mask the end of an item. After the end come keys that no query sees, or another item,
+        # which begins at a whole step.
         assert end_key % grid.keys == 0 or end_key == position + num_queries
     for (queries, earlier), seen_QK in zip(requests, seen, strict=True):
         positions_Q1, keys_K = np.arange(earlier, earlier + queries)[:, None], np.arange(earlier + queries)

@@ -15,7 +15,7 @@ KIB = 1024
 
 
 def wanted_bytes(shape: AttentionShape, tuning: AttentionTuning, num_buffers: int) -> int:
-    """Of one program: its queries, and buffers of keys and values."""
+    """The shared memory of one program: its queries, and buffers of keys and values."""
     query_bytes = tuning.block_m * shape.padded_head_dim * shape.dtype_bytes
     return query_bytes + num_buffers * 2 * tuning.block_n * shape.padded_head_dim * shape.kv_dtype_bytes
 

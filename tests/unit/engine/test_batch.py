@@ -256,7 +256,7 @@ def test_growing_array_keeps_what_it_was_given() -> None:
 
 
 def test_counts_of_truncated_tokens_are_dropped() -> None:
-    """Set back by one token and on by another, a request is as long as before."""
+    """A request that loses one token, and then gets another one, is as long as before."""
     request = RunnerRequest(new("a", [1, 2], [3], outputs=(5, 6)))
     request.token_counts.follow(request.token_ids)
     request.truncate(3)

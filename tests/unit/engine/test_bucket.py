@@ -44,7 +44,7 @@ class InMemory(MemoryFileSystem):  # type: ignore[misc] # fsspec has no types
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Any]:
-    """A bucket that holds the tiny model, and what does not belong to it."""
+    """A bucket with the tiny model, and with files that do not belong to the model."""
     monkeypatch.setitem(REGISTRY._registry, "s3", InMemory)
     files = fsspec.filesystem("s3")
     for path in folder.iterdir():

@@ -21,7 +21,7 @@ def test_awq_has_even_outputs_in_the_lower_half() -> None:
 def test_one_is_added_to_packed_zero_points_with_carries() -> None:
     assert unpacked(gptq_zeros(int32(0x77777777), 4), 4).tolist() == [[8] * 8]
     assert unpacked(gptq_zeros(int32(0x7F7F7F7F), 8), 8).tolist() == [[128] * 4]
-    # Zero points 0, 8, 0, 5, 0, 0, 0, 0, less 1 each, with what they borrow.
+    # Zero points 0, 8, 0, 5, 0, 0, 0, 0, each less 1; a zero point of 0 borrows from the next one.
     assert unpacked(gptq_zeros(int32(0x5080 - 0x11111111 + 2**32), 4), 4).tolist() == [
         [0, 8, 0, 5, 0, 0, 0, 0]
     ]

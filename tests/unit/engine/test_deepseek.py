@@ -1,4 +1,4 @@
-"""What of a DeepSeek checkpoint is loaded: which tensors, in which bits; and models that devices refuse."""
+"""Which tensors of a DeepSeek checkpoint are loaded, and in how many bits; and models that devices refuse."""
 
 import json
 from pathlib import Path

@@ -65,7 +65,7 @@ def test_sizes_that_ranks_do_not_divide_are_named(
 
 
 def test_a_size_that_no_layer_has_is_not_asked_for(tmp_path: Path) -> None:
-    """Qwen3's `intermediate_size`, if experts are in all layers."""
+    """An example is Qwen3's `intermediate_size`, if all layers have experts."""
     case = CASES["qwen3 moe"]
     folder = make_model_dir(tmp_path, case.architecture, **case.overrides | {"intermediate_size": 129})
     footprint(config_of(engine={"tensor_parallel": 2}), folder)

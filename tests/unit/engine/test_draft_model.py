@@ -1,4 +1,4 @@
-"""A draft model: where it computes what the served model computes, every draft is right."""
+"""A draft model: if it computes the same as the served model, every draft is right."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -56,7 +56,8 @@ def drafter_of(
     num_drafts: int = NUM_DRAFTS,
     max_tokens: int = 1000,
 ) -> MakeDrafter:
-    """The first layers guess, over the served model's pool or over one of their own, which costs almost nothing."""
+    """A drafter whose model is the served model's first layers, with the served model's pool or a pool of its own. A
+    guess costs almost nothing."""
 
     def make(pool: KVPool) -> Drafter:
         decoder = model.decoder.first_layers(num_layers)
@@ -77,7 +78,7 @@ def drafter_of(
 
 
 class DraftingDriver(StepDriver):
-    """Verifies in every step what the one before guessed."""
+    """Verifies in every step the drafts that were guessed after the step before."""
 
     def __init__(self, model: LoadedModel, drafter: MakeDrafter, block_size: int = 4) -> None:
         num_spare = len(PROMPTS) * -(-NUM_DRAFTS // block_size)
@@ -191,7 +192,7 @@ def test_a_preempted_request_goes_on_with_right_drafts(
 
 
 def test_a_first_token_never_waits_for_drafts(model: LoadedModel) -> None:
-    """Not for those of other requests, either."""
+    """It does not wait for drafts of other requests, either."""
     driver = DraftingDriver(model, drafter_of(model, 2, shares_kv=True))
     begin(driver)
     driver.draft("r2", "r4")

@@ -138,7 +138,7 @@ def test_rank_0_which_also_has_a_draft_models_kv_says_how_many_blocks_a_worker_h
 def test_memory_holds_the_kv_of_both_models_and_of_drafts(
     model: LoadedModel, pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tokens of a layer take 256 bytes."""
+    """A token takes 256 bytes in each layer."""
     scheduler = SchedulerConfig(max_num_seqs=10, block_size=2)
     engine = EngineConfig(kv_cache_memory_mib=1)
 

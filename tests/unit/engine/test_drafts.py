@@ -38,7 +38,8 @@ def test_prompt_lookup_guesses_what_followed(token_ids: list[int], guess: list[i
 
 
 def slow_guess(token_ids: list[int], shortest: int, longest: int, num_tokens: int) -> list[int]:
-    """By the definition: the longest of the last tokens that occurred before, and there the latest occurrence."""
+    """A guess by the definition: takes the longest run of last tokens that occurred before, and its latest
+    occurrence."""
     for length in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
         for end in range(len(token_ids) - 1, length - 1, -1):
             if token_ids[end - length : end] == token_ids[-length:]:
@@ -67,7 +68,7 @@ def test_only_the_latest_tokens_are_searched(num_between: int, guess: list[int])
 
 
 def test_only_the_latest_occurrences_of_the_last_token_are_compared() -> None:
-    """The first two tokens are what the last two are, but too many occurrences of the last one lie between."""
+    """The first two tokens equal the last two, but too many occurrences of the last token lie in between."""
     between = np.full(2 * MAX_CANDIDATES, 2)
     between[::2] = np.arange(100, 100 + MAX_CANDIDATES)
     token_ids = np.concatenate((tokens(1, 2, 9), between, tokens(1, 2)))
@@ -77,7 +78,7 @@ def test_only_the_latest_occurrences_of_the_last_token_are_compared() -> None:
 
 
 def outcome(acceptance: Acceptance, right: list[bool], cost: float, most: int = 4) -> list[int]:
-    """How many drafts each step gets, where those of step i are all right or all wrong."""
+    """How many drafts each step gets, if the drafts of a step are either all right or all wrong."""
     counts = []
     for is_right in right:
         counts.append(min(most, acceptance.num_useful(cost)))

@@ -84,12 +84,12 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The model in a form. Read-only: tests share it."""
+    """The model in this form. Read-only: tests share the folder."""
     return cache(lambda form: FORMS[form](tmp_path_factory.mktemp("form")))
 
 
 def load(path: Path, collectives: Collectives | None = None, **config: str) -> LoadedModel:
-    """Whole without `collectives`, else a rank's part."""
+    """Loads the whole model without `collectives`, otherwise a rank's part."""
     asked = ModelConfig.model_validate({"dtype": "float32", **config})
     if collectives is None:
         return load_model(asked, path, CPU)
@@ -179,7 +179,7 @@ def experts_among(takes: list[Take]) -> list[Take]:
 
 
 def bytes_read(path: Path, takes: list[Take], *, streams: bool) -> int:
-    """By the source itself, for these takes alone."""
+    """The bytes that the source itself reads for these takes."""
     seen = [0]
 
     def on_progress(done: int, _: int) -> None:
@@ -228,7 +228,7 @@ def test_tensors_of_no_rank_are_still_named(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
 def test_a_model_without_experts_is_refused(tmp_path: Path, architecture: str) -> None:
-    """The second one has them in none of its layers."""
+    """The second model has experts in none of its layers."""
     overrides = DEEPSEEK_V3 | {"first_k_dense_replace": 3} if architecture == "deepseek_v3" else {}
     path = make_model_dir(tmp_path / "m", architecture, **overrides)
     message = (

@@ -1,4 +1,4 @@
-"""What a model takes, beside what the engine really allocates; and models that have no room."""
+"""The estimated memory of a model, compared with what the engine allocates; and models that do not fit."""
 
 import json
 from math import prod

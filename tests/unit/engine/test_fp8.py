@@ -81,7 +81,8 @@ def scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """torch._scaled_mm with scales by row, and what it demands on a GPU (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    """Replaces torch._scaled_mm with scales by row. Checks its conditions on a GPU
+    (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
     assert a_TI.dtype is b_IO.dtype is FP8
     assert a_TI.stride() == (a_TI.shape[1], 1), "row-major"
     assert b_IO.stride() == (1, b_IO.shape[0]), "column-major"

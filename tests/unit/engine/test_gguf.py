@@ -119,7 +119,8 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, gguf_file: P
 
 
 def test_a_damaged_file_is_refused_or_stays_inside_itself(tmp_path: Path, gguf_file: Path) -> None:
-    """Random bytes of the header change: at most a ModelError comes of it, and no tensor reaches behind the file."""
+    """Random bytes of the header are changed. At most, this causes a ModelError, and no tensor reaches past the end of
+    the file."""
     content = gguf_file.read_bytes()
     data_offset = read_gguf(gguf_file).data_offset
     rng = random.Random(5)

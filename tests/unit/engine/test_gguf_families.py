@@ -347,7 +347,7 @@ def test_olmo_3_without_a_pattern_has_llama_cpps(tmp_path: Path) -> None:
 
 
 def test_olmo_3s_factor_may_have_the_older_key(tmp_path: Path) -> None:
-    """llama.cpp's converter wrote it when OLMo 3 appeared, and Ollama's does."""
+    """llama.cpp's converter wrote this key when OLMo 3 appeared, and Ollama's converter still writes it."""
     source = source_of(tmp_path, CASES["olmo3"])
     newer = hugging_face_config(read_gguf(make_gguf(tmp_path / "m.gguf", source)))
     keys: dict[str, Any] = {

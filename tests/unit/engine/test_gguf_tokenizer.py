@@ -133,7 +133,7 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str) -> None:
 
 
 def test_pre_tokenizers_differ() -> None:
-    """Otherwise the test above would hold for any."""
+    """Otherwise the test above would hold for any pre-tokenizer."""
     text = "I'LL  see McX 12345\n\n x"
     cuts = [ours(byte_level(pre)).pre_tokenizer.pre_tokenize_str(text) for pre in PRE_TOKENIZERS]
     assert len({str(cut) for cut in cuts}) == len(PRE_TOKENIZERS)

@@ -79,13 +79,13 @@ def test_architectures(tmp_path: Path, architecture: str, overrides: dict[str, A
     "kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 )
 def test_kinds_of_blocks(tmp_path: Path, kind: str) -> None:
-    """`none` makes numbers of them, and gives transformers' tokens."""
+    """With `none`, the blocks become numbers, which give transformers' tokens."""
     folder = make_folder(tmp_path, kind=kind, num_hidden_layers=2, **K_QUANTS)
     assert tokens(load_on_cpu(folder, quantization="none")) == expected_tokens(folder)
 
 
 def mixed(name: str) -> str:
-    """As in files of the mixture Q4_K_M."""
+    """A file with the kinds of matrices of the mixture Q4_K_M."""
     return "Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"
 
 

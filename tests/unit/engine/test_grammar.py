@@ -286,7 +286,7 @@ def test_settings_that_would_continue_past_the_end_are_refused(settings: dict[st
 
 
 class Engine:
-    """A whole engine over a tiny random model, which left alone says nothing that matches anything."""
+    """A whole engine over a tiny random model. Without a grammar, its answers match no grammar."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         model = load_on_cpu(folder)

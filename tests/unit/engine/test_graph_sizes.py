@@ -1,4 +1,5 @@
-"""Which steps are recorded as CUDA graphs: all sizes of decodes, and mixed steps of a token's weights."""
+"""Which steps are recorded as CUDA graphs: all sizes of decodes, and mixed steps up to a size that depends on the
+model."""
 
 from itertools import pairwise
 from pathlib import Path

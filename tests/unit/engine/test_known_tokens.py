@@ -1,4 +1,4 @@
-"""Which requests cannot be sampled before the tokens of the step before are known."""
+"""Which requests can be sampled only when the tokens of the previous step are known."""
 
 from types import SimpleNamespace
 from typing import Any

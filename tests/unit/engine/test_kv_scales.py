@@ -72,7 +72,7 @@ def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaling_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of floats that holds what 8 bits and scales leave of keys and values."""
+    """A cache of floats. Its keys and values are rounded as in 8 bits with scales."""
     plain = TorchStepAttention._store
 
     def store(self: TorchStepAttention, layer: int, kv_TKD: torch.Tensor) -> torch.Tensor:

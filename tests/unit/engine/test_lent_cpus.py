@@ -251,7 +251,7 @@ def test_a_worker_that_finds_its_file_removed_makes_another(
 
 
 def test_what_is_no_file_of_this_user_stays(tmp_path: Path) -> None:
-    """Another user may make it; a pipe would let a worker wait for ever."""
+    """Another user may make such a file. At a pipe, a worker would wait for ever."""
     pipe, folder = (tmp_path / f"baton-cpus-1-{os.geteuid()}-{name}" for name in ("pipe", "folder"))
     os.mkfifo(pipe)
     folder.mkdir()

@@ -329,7 +329,7 @@ def test_a_request_keeps_its_numbers_whatever_runs_beside_it(
 def test_experts_are_kept_in_fewer_bits_and_the_router_in_its_own(
     tmp_path: Path, architecture: str, quantization: str
 ) -> None:
-    """The same as a model whose matrices were rounded before, except routers."""
+    """The result equals that of a model whose matrices, except routers, were rounded before."""
     path, rounded = (
         make_model_dir(tmp_path / name, architecture, **EXPERTS[architecture])
         for name in ("model", "rounded")

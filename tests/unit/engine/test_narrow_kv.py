@@ -1,4 +1,5 @@
-"""A KV cache with fewer bits than the arithmetic: what is stored, what tokens see of it, and who may exchange it."""
+"""A KV cache with fewer bits than the arithmetic: what is stored, how it affects tokens, and which workers may
+exchange it."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +43,7 @@ def fingerprint(model: LoadedModel) -> KVFingerprint:
 def test_the_pool_holds_rounded_keys_and_values(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, kv_cache_dtype: str, kernels: Kernels
 ) -> None:
-    """In the first layer, which no attention came before, they are those of the plain cache, rounded."""
+    """In the first layer, which no attention precedes, the pool holds the plain cache's keys and values, rounded."""
     take(kernels, monkeypatch)
     rows = []
     for kv in (kv_cache_dtype, "auto"):

@@ -41,10 +41,8 @@ ROWS = (*range(1, 21), 64, 300)
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
 def products(request: pytest.FixtureRequest) -> Products:
-    """Compiled anew only if their source has changed, like the machine's own.
-
-    These alone are optimized as a user's. The others are optimized little, which takes half the time, and use the same
-    instructions.
+    """Kernels are compiled again only if their source has changed. Only those of the machine's best set are optimized
+    as for a user. The others are optimized little, which takes half the time, and use the same instructions.
     """
     if request.param == MACHINES:
         return Products(cast("ctypes.CDLL", native_library()))
@@ -126,7 +124,8 @@ def test_zero_is_one_value_or_differs_between_groups(
 
 @pytest.mark.parametrize("group_size", [16, 32])
 def test_floats_of_4_bits_are_multiplied_as_they_are(products: Products, group_size: int) -> None:
-    """Against torch with the numbers that the bits stand for. Scales are powers of two, so none is rounded."""
+    """The result is compared with torch's for the numbers that the bits stand for. Scales are powers of two, so none
+    is rounded."""
     torch.manual_seed(0)
     x, codes_OI = torch.randn(max(ROWS), 160), torch.randint(16, (83, 160), dtype=torch.uint8)
     scales_OG = torch.randint(-9, 3, (83, 160 // group_size)).exp2()
@@ -179,7 +178,7 @@ def test_activations_that_are_almost_zero_stay_finite(products: Products) -> Non
 
 
 def halved(per_group: torch.Tensor) -> torch.Tensor:
-    """With the 11 significant bits that the kernels keep."""
+    """The numbers with the 11 significant bits that the kernels keep."""
     mantissa, exponent = torch.frexp(per_group)
     return torch.ldexp((mantissa * 2048).round() / 2048, exponent)
 

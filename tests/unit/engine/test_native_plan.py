@@ -41,7 +41,7 @@ class Plan:
 
 
 def plan_of(contexts: list[tuple[int, int]], num_threads: int, dtype: torch.dtype = torch.float32) -> Plan:
-    """Of requests with (tokens up to the end of the step, tokens of the step); decodes come first."""
+    """The plan of requests, each as (tokens up to the end of the step, tokens of the step); decodes come first."""
     library = native_library()
     assert library is not None
     context_lens_B, num_tokens_B = (np.array(values) for values in zip(*contexts, strict=True))

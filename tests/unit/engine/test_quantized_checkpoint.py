@@ -135,7 +135,7 @@ def test_on_a_cpu_groups_are_multiplied_as_they_are(
 
 
 def agreement(model: LoadedModel, reference: LoadedModel) -> float:
-    """The share of equal next tokens, each after the reference's own."""
+    """The share of equal next tokens, each predicted after the reference's own tokens."""
     expected = tokens(reference)
     found = [
         StepDriver(model).generate({"a": [*PROMPT, *expected[:count]]}, 1)["a"][0]
@@ -169,7 +169,7 @@ def test_8_bit_floats_by_output_stay_as_they_are(tmp_path: Path, source: Path, n
 
 
 def test_a_merged_product_may_have_other_numbers_beside_8_bit_floats(tmp_path: Path, source: Path) -> None:
-    """`fp8` then rounds the product's numbers, which leaves those as they are that were in 8 bits by channel."""
+    """`fp8` then rounds the product's numbers. Numbers that were in 8 bits by channel do not change."""
     quantized, numbers = make_quantized(
         tmp_path,
         source,

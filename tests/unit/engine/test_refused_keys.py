@@ -266,7 +266,7 @@ def test_values_that_cannot_be_are_named(
 
 
 def test_longrope_s_factors_follow_the_longest_request(tmp_path: Path) -> None:
-    """`su` and `yarn` are its names of before."""
+    """`su` and `yarn` are former names of LongRoPE."""
     scaling = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
     for name in ("longrope", "su", "yarn"):
         phi3 = {"original_max_position_embeddings": 512, "rope_scaling": {"type": name, **scaling}}

@@ -31,7 +31,7 @@ class Group:
 
 
 class Device:
-    """Rank 0's: its waits for other ranks end without an error, as NCCL's do."""
+    """Rank 0's device. Its waits for other ranks end without an error, as with NCCL."""
 
     def launch(self, plan: SchedulerOutput) -> "Device":
         return self

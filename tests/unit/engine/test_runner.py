@@ -31,7 +31,7 @@ def model(folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def alone(model: LoadedModel) -> dict[str, list[int]]:
-    """Each prompt by itself, whole: what every other way must reproduce."""
+    """The answers to the prompts, each computed alone and whole. Every other way must give the same answers."""
     return {
         name: StepDriver(model).generate({name: prompt}, 10, params=SAMPLED)[name]
         for name, prompt in PROMPTS.items()

@@ -1,4 +1,5 @@
-"""A rank computes nothing after a failed step; a GPU reports one when it is done with it, or is found lost."""
+"""A rank computes nothing after a failed step. A GPU reports a failed step only when the step's work is done, or the
+GPU is lost."""
 
 import pytest
 
@@ -11,7 +12,7 @@ FAILS_IN_LAUNCH, FAILS_IN_WAIT = 2, 3
 
 
 class Device:
-    """Fails at one step as it is launched, at another as it is waited for; counts steps and waits."""
+    """Fails one step at its launch, and another step in the wait for it. Counts steps and waits."""
 
     def __init__(self, *, is_lost: bool = False) -> None:
         self._is_lost = is_lost

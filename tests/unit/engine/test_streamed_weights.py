@@ -126,7 +126,7 @@ def test_weights_stored_as_8_bit_floats_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_gets_the_same_tensors(tmp_path: Path) -> None:
-    """Many times over, each tensor freed at once, so that the next copies go where it was."""
+    """All tensors are read many times. Each one is freed at once, so later copies use the same memory."""
     tensors = {f"w{i}": torch.randn(300 + i, 700) for i in range(40)}
     save_file(tensors, tmp_path / "model.safetensors")
     takes = [Take(name, tuple(tensor.shape), None) for name, tensor in tensors.items()] * 10

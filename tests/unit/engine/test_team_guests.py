@@ -1,4 +1,4 @@
-"""Guests of a Team: what they leave is computed nevertheless, and none is invited in vain."""
+"""Guests of a Team: parts that they leave are still computed, and no more guests are invited than there are parts."""
 
 import os
 import subprocess

@@ -16,7 +16,7 @@ from tests.factories.host_copies import HostCopies
 
 
 class LateCopy:
-    """Happens only in `synchronize`: it would copy anything that is written to the source before."""
+    """A copy that happens only in `synchronize`. So it also copies what was written to the source before."""
 
     def __init__(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self._to, self._source = to, source

@@ -13,7 +13,7 @@ from gateway.open_files import OTHER_FILES, fitted_to_open_files, num_files_need
 
 @dataclass
 class Limits:
-    """Stands for the process' own. More than `most` the system refuses, whatever `hard` says, as macOS does."""
+    """Stands for the limits of the process. As on macOS, the system refuses more than `most`, whatever `hard` says."""
 
     soft: int
     hard: int

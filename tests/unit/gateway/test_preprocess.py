@@ -1,4 +1,4 @@
-"""Preprocessor: every prompt and every token is held against the model, and what is wrong is named."""
+"""Preprocessor: every prompt and every token is checked against the model, and errors name the field."""
 
 import asyncio
 import json

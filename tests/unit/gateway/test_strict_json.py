@@ -1,4 +1,4 @@
-"""Strict JSON: what it takes reads the same everywhere, and what it refuses it refuses quickly, saying why."""
+"""Strict JSON: every parser reads accepted texts in the same way. Other texts are refused quickly, with a reason."""
 
 import json
 from functools import partial

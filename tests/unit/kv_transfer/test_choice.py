@@ -1,4 +1,4 @@
-"""Which transports are offered: what was asked for or nothing, and otherwise what works here."""
+"""Which transports are offered: the configured one, or an error; with `auto`, all that work here."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""CUDA IPC without a device: what is queued, when a read is over, and what a peer's word is worth."""
+"""CUDA IPC without a device: what is queued, when a read is over, and how a peer's values are checked."""
 
 import msgpack
 import pytest

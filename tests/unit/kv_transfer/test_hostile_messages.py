@@ -1,4 +1,4 @@
-"""What peers have said, or could say, that once did harm: each line here was found by tests/property/wire_fuzz.py."""
+"""Messages of peers that once did harm. tests/property/wire_fuzz.py found each of them."""
 
 import os
 import threading
@@ -200,7 +200,8 @@ def test_a_description_that_names_a_pipe_is_refused_at_once() -> None:
 
 
 def test_an_idle_pool_is_closed_at_its_deadline_and_not_a_rounding_error_later() -> None:
-    """At 5.3 + 30 the difference to 5.3 is less than 30, so that the deadline was due and nothing was done, again."""
+    """In floats, (5.3 + 30) - 5.3 is less than 30. So the deadline was due again and again, but the pool did not count
+    as idle for 30 s."""
     memory = SharedMemory(4096)
     reader, clock = SharedMemoryReader(memory.array, memory), VirtualClock(5.3)
     pools = RemotePools({reader.name: reader}, clock)
@@ -229,7 +230,7 @@ def test_an_idle_pool_is_closed_at_its_deadline_and_not_a_rounding_error_later()
 def test_a_peer_that_cannot_be_is_refused_where_it_is_read(
     addresses: tuple[str, ...], block_size: int, incarnation: str
 ) -> None:
-    """In a request of a gateway; the command to exchange KV with such a peer ended the transfer thread."""
+    """Such a peer comes in a gateway's request. The command to exchange KV with it once ended the transfer thread."""
     with pytest.raises(WireError):
         WorkerRef("d0", incarnation, addresses, block_size)
 

@@ -1,4 +1,4 @@
-"""What a NIXL reader believes of a peer's description, before NIXL sees any of it."""
+"""How a NIXL reader checks a peer's description before NIXL sees it."""
 
 import os
 import sys

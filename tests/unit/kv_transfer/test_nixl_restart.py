@@ -180,7 +180,7 @@ def test_a_closed_reader_opens_and_reads_nothing(ucx: Ucx, reader: NixlReader) -
 
 
 class LibraryAgent:
-    """What NixlAgent sees of the library's, which does not give memory back."""
+    """The library's agent, as NixlAgent sees it. This one does not give memory back."""
 
     num_alive = 0
 

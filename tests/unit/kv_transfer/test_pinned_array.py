@@ -1,4 +1,4 @@
-"""Pinned host memory by the array: as much as is asked for, as long as anything looks at it."""
+"""Pinned host memory by the array: exactly the requested size, for as long as an array or a tensor uses it."""
 
 import gc
 

@@ -198,7 +198,7 @@ def test_shared_memory_of_the_dead_is_unmapped_at_once() -> None:
 
 
 def test_a_pool_that_waits_for_its_reads_is_opened_anew_and_not_read_on(mortals: list[Mortal]) -> None:
-    """For another hand-over, by a description that is older than its process' end."""
+    """Another hand-over opens the pool, with a description that is older than the end of its process."""
     memory = SharedMemory(4096)
     pools = RemotePools({SHARED_MEMORY: SharedMemoryReader(memory.array, memory)}, VirtualClock())
     key = ("p0-incarnation", 0, SHARED_MEMORY)

@@ -1,4 +1,4 @@
-"""Where the consumer reads the producer's pool itself: what it may believe, and when nothing writes any more."""
+"""A consumer that reads the producer's pool itself: what it may trust, and when no read writes any more."""
 
 import pytest
 

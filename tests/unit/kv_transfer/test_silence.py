@@ -31,7 +31,8 @@ def test_c34_a_producer_that_always_answered_is_given_up_earlier() -> None:
     waits, key, later, stranger = Waits(0.5, 5.0), make_key("a"), make_key("b"), make_key(producer="p-2")
 
     def question(key: TransferKey, now: float) -> tuple[float, float]:
-        """Begins now: for how long its producer has been silent a heartbeat later, and for how long it may be."""
+        """Begins to wait now. Returns the silence of the producer one heartbeat later, and the limit for this
+        silence."""
         waits.ask_later(key, now)
         [(asked, silent_s, limit_s)] = waits.pop_questions(now + 0.5)
         assert asked == key

@@ -1,4 +1,5 @@
-"""The stager: right bytes, two buffers, nothing that waits, and nothing that is read or written once it is over."""
+"""The stager: it moves the right bytes through two buffers, never waits, and reads and writes nothing after its
+end."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""A rank that stood still: what it holds against no peer. The silence of producers is in test_silence.py."""
+"""A rank that stood still does not count this time against its peers. The silence of producers is in
+test_silence.py."""
 
 import pytest
 

@@ -32,7 +32,8 @@ def begin(fabric: Fabric, prefill: Worker, decode: Worker) -> None:
 
 
 def hand_over(fabric: Fabric, prefill: Worker) -> None:
-    """Half of the prompt after a quarter of a second, the rest after another, which takes an eighth to arrive."""
+    """Hands over half of the prompt after a quarter of a second, and the rest after another quarter. The rest takes an
+    eighth of a second to arrive."""
     prefill.compute(32)
     block_ids = prefill.blocks_for(32)
     fabric.clock.advance(0.25)

@@ -1,4 +1,4 @@
-"""Events of the prefix cache: what a reader gets that takes them seldom, or only after the cache was emptied."""
+"""Events of the prefix cache: what a reader gets if it takes them rarely, or only after the cache was emptied."""
 
 from baton.kv import BlocksCleared, BlocksRemoved, BlocksStored
 from scheduler.block_events import BlockEvents

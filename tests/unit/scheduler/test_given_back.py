@@ -28,7 +28,7 @@ GIVE_BACK = OnPreemption.GIVE_BACK
 
 
 class NotingDriver(Driver):
-    """Keeps the last word on every request, too."""
+    """A driver that also keeps the last output of every request."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

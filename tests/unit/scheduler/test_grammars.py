@@ -1,4 +1,4 @@
-"""Behaviours 12 and 13: a grammar that is compiled, is none, or stops matching, is its own request's affair."""
+"""Behaviours 12 and 13: a grammar that is compiled, is invalid, or stops matching affects only its own requests."""
 
 import pytest
 

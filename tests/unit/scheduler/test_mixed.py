@@ -1,4 +1,4 @@
-"""Behaviour 60: whole prompts first, and all running decodes in the same step, as a chapter on nano-vLLM has it."""
+"""Behaviour 60: whole prompts first, and all running decodes in the same step, as in a chapter on nano-vLLM."""
 
 from typing import Any
 

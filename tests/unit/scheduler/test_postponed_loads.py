@@ -78,7 +78,7 @@ def test_a_step_fails_while_it_loads_again_behind_what_it_had_received_and_it_is
 
 
 def test_c31_the_one_that_can_load_is_asked_about_however_many_others_cannot() -> None:
-    """More of them than a step asks about, and nothing else goes on that would bring another step."""
+    """There are more postponed loads than a step asks about, and no other work that would cause another step."""
     scheduler, runner = make_scheduler(max_num_seqs=1, num_blocks=64), FakeRunner()
     requests = []
     for _ in range(4):

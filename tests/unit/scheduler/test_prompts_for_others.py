@@ -96,7 +96,7 @@ def test_of_waiting_prompts_the_shortest_is_first_and_equal_ones_come_in_their_o
 
 
 def test_no_stream_of_short_prompts_starves_a_long_one() -> None:
-    """It is overtaken until as many tokens as its own were computed, and by what came before that."""
+    """Only prompts that arrive before as many tokens as its own were computed can overtake it."""
     driver = make_prefill_worker()
     driver.add(prompt("long", 640))
     num_steps = 0

@@ -50,7 +50,7 @@ def drafts_of(plan: SchedulerOutput, request: Request) -> tuple[int, ...]:
 
 
 def start(driver: Driver, request: Request) -> None:
-    """Computes its prompt: afterwards it has one output, and drafts."""
+    """Computes the prompt of a request. Afterwards, the request has one output token, and drafts."""
     driver.add(request)
     driver.step()
     assert request.num_output_tokens == 1

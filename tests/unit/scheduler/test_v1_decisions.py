@@ -1,6 +1,6 @@
 """Step by step what vLLM's V1 scheduler decided for recorded workloads; `benchmarks/v1_decisions.py` records them.
 
-A difference from V1 that is wanted belongs into the list there, and its workloads out of the recordings.
+If a difference from V1 is intended, add it to the list there, and remove its workloads from the recordings.
 """
 
 from collections import Counter

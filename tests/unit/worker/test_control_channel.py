@@ -211,7 +211,7 @@ def line(number: int, request: ControlRequest[Any]) -> bytes:
 
 
 def raw(*message: Any) -> bytes:
-    """A call, well or not, with this message in it."""
+    """A line with a call, valid or not, that contains this message."""
     frame = msgpack.packb(["Call", CONTROL_PLANE_VERSION, 7, 0.0, msgpack.packb(list(message))])
     return binascii.b2a_base64(frame, newline=False)
 

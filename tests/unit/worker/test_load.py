@@ -67,7 +67,7 @@ def test_long_steps_weigh_as_much_as_they_last() -> None:
 
 
 def test_small_steps_do_not_make_a_worker_seem_slow() -> None:
-    """A step of 8 ms and 0.1 ms for each token: short prompts for a while, and then long ones again."""
+    """A step takes 8 ms, plus 0.1 ms for each token. Short prompts come for a while, then long prompts again."""
     meter, now = LoadMeter(), 0.0
     rates = []
     for num_tokens in [20] * 50 + [1_500] + [20] * 1_000 + [600, 128, 20]:

@@ -179,7 +179,7 @@ def test_a_silent_leaving_or_failing_reader_delays_no_other_for_ever(
 
 
 def test_silent_readers_delay_no_other_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there are places, with more patience than this test has."""
+    """There are more silent readers than places, and they wait for longer than this test."""
     monkeypatch.setattr("worker.metrics_server.PATIENCE_S", 3600.0)
     with served(lambda _accept: (b"ok", "text/plain")) as address, ExitStack() as stack:
         for _ in range(3 * MAX_READERS):
@@ -233,7 +233,7 @@ def test_a_thread_that_does_not_start_costs_its_reader_alone(monkeypatch: pytest
 def test_a_reader_that_asks_a_byte_at_a_time_does_not_keep_others_from_reading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However long it goes on: each byte comes well within the time for all of them."""
+    """The server limits the time of all bytes together. Each single byte comes well within this limit."""
     monkeypatch.setattr("worker.metrics_server.PATIENCE_S", 0.5)
     is_over = threading.Event()
 

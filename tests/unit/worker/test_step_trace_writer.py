@@ -1,4 +1,5 @@
-"""The writer: every step once, complete, in order and at once in the file; and never a step of the engine the less."""
+"""The writer: every step is in the file at once, complete, in order and only once. No failure costs the engine a
+step."""
 
 import io
 import logging

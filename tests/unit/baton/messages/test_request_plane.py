@@ -61,7 +61,7 @@ def test_half_a_hash_is_none(parts: list[object]) -> None:
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -0.5])
 def test_a_load_that_no_worker_can_have_is_refused(figure: float) -> None:
-    """A router or an autoscaler would compute with it, and a gateway pass it on."""
+    """A router or an autoscaler would compute with such a load, and a gateway would pass it on."""
     codec = Codec(WorkerLoad)
     for place, name in enumerate(("oldest_waiting_s", "prefill_tokens_per_s", "decode_step_s")):
         figures = [0.0, 0.0, 0.0]

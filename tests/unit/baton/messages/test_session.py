@@ -1,4 +1,4 @@
-"""Both ends of a session on the request plane, over a line that loses what a test wants lost."""
+"""Both ends of a session on the request plane, over a line that loses the messages that a test chooses."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ class Line:
         assert self.greet() == (None, None)
 
     def greet(self, now: float = 0.0) -> tuple[str | None, str | None]:
-        """One Hello and its answer: what the worker finds missing, and what the gateway finds lost."""
+        """Sends one Hello and its answer. Returns what the worker misses, and what the gateway finds lost."""
         ended = self.worker.on_hello(GATEWAY, self.gateway.hello(), now)
         gap = None if ended is None else ended.reason
         return gap, self.gateway.note_heartbeat(self.worker.heartbeat(GATEWAY, STATUS))

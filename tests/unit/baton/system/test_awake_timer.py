@@ -20,7 +20,7 @@ async def wait_in_vain() -> float:
 
 
 async def be_busy(turn_s: float) -> None:
-    """Callbacks that take so long, one after the other."""
+    """Runs callbacks that take this long, one after another."""
     while True:
         virtual_loop().stand_still(turn_s)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What a process holds once it serves is no longer looked at, and is let go where Python ends."""
+"""Objects that exist once a process serves are excluded from garbage collection, and are freed when Python ends."""
 
 import subprocess
 import sys

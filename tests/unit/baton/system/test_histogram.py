@@ -1,4 +1,4 @@
-"""Histogram: every value is in one bucket, and what Prometheus' own would count."""
+"""Histogram: every value is in one bucket, and the counts are those of Prometheus' own histogram."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What loads beside other work, and need not come to its end."""
+"""Loading beside other work; a process may end before the loading ends."""
 
 import sys
 import threading

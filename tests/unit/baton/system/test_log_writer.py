@@ -67,7 +67,7 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_end(monkeypatch: pytest
 
 
 class FullDisk(io.StringIO):
-    """Until there is room again."""
+    """A disk that is full until there is room again."""
 
     is_full = True
 

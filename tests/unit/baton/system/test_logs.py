@@ -72,7 +72,7 @@ def test_text_lines_say_which_worker_they_are_of() -> None:
 
 
 def test_debug_is_for_our_own_packages_alone() -> None:
-    """Libraries may log at DEBUG what they carry."""
+    """At DEBUG, libraries may log the data that they carry."""
     stream, logger = lines_of(LoggingConfig(level="debug"))
     logging.getLogger("some_library").info("a prompt")
     logger.debug("ours")

@@ -66,7 +66,7 @@ def test_a_standstill_of_the_process_is_logged(caplog: pytest.LogCaptureFixture)
 
 
 def test_the_clock_of_steps_runs_from_the_start_of_the_watch_though_it_was_made_long_before() -> None:
-    """A worker makes it before the other ranks are connected."""
+    """A worker makes the watch before the other ranks are connected."""
     clock = JumpingClock()
     running = RunningClock(clock, PACE_S)
     clock.ahead_s += 1000.0

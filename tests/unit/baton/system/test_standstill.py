@@ -1,4 +1,4 @@
-"""What counts of an observer's time, on times that a test makes up."""
+"""Which part of an observer's time counts. The times are made up."""
 
 import pytest
 from hypothesis import given
@@ -57,7 +57,7 @@ def test_a_pace_is_no_shorter_than_an_observer_sleeps() -> None:
 
 
 class Waiting:
-    """Something that is over after so many pieces, on a thread that stands still in the one of them."""
+    """Work that ends after some pieces, on a thread that stands still during one piece."""
 
     def __init__(self, is_over_at: int) -> None:
         self.is_over_at = is_over_at

@@ -175,7 +175,7 @@ def config(prefill: int, decode: int, **sections: object) -> BatonConfig:
 
 
 def follow(fleet: Fleet, begun_as: BatonConfig, *later: BatonConfig) -> None:
-    """Until it has looked at each of these twice."""
+    """Follows the counts until it has read each of these twice."""
 
     async def run() -> None:
         looks = iter([look for each in later for look in (each, each)])

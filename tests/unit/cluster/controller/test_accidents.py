@@ -176,7 +176,7 @@ async def test_a_role_change_that_had_failed_before_the_controller_restarted_is_
             await second.all_serve(3)
             assert b'"name": "w2", "role": "decode"' in (store.load() or b"")
             assert changes.commands == ["prefill 0"]
-            changes.role = PREFILL  # the command reached it late
+            changes.role = PREFILL  # the command reached the worker late
             await second.until(lambda known: known["w2"].role is PREFILL)
             assert b'"name": "w2", "role": "prefill"' in (store.load() or b"")
 

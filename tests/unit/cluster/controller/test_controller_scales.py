@@ -35,7 +35,7 @@ def scaled_config(prefill: int, decode: int, drain_timeout_s: float = 0.0, **aut
 async def reporting_until(
     tested: FleetUnderTest, condition: Callable[[FleetDescription], bool], running: int, **report: Any
 ) -> FleetDescription:
-    """A gateway reports at its pace, of all workers alike, until the fleet is as wanted."""
+    """Reports at a gateway's pace, with equal values for all workers, until the fleet is as wanted."""
     async with asyncio.timeout(60.0):
         while True:
             described = await tested.controller.describe()

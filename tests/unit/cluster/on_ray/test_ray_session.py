@@ -261,7 +261,7 @@ def test_the_end_of_a_process_of_a_private_ray_is_seen(
 
 
 class StartingRay:
-    """Stands for the module: where `ray.init` finds nothing for a while."""
+    """Stands for the module `ray`: for a while, `ray.init` finds no cluster."""
 
     def __init__(self, num_failures: int) -> None:
         self._num_failures = num_failures

@@ -130,7 +130,7 @@ def test_the_example_is_for_several_hosts() -> None:
 
 
 def test_every_worker_of_the_example_finds_room(tmp_path: Path) -> None:
-    """What it asks of Ray is what the templates' hosts offer, by the same names and labels."""
+    """The hosts of the templates offer what the example asks of Ray, with the same names and labels."""
     cluster = BatonConfig.from_yaml(EXAMPLE).cluster
     local = template("on_premises.yaml")
     hosts = [

@@ -13,7 +13,7 @@ from tests.factories.models import make_model_dir
 
 
 class Started(Exception):
-    """With the share of a worker's process."""
+    """A worker that was started, with the share of its process."""
 
 
 @pytest.mark.parametrize(("device", "is_shared"), [("cpu", True), ("cuda", False)])
@@ -36,7 +36,7 @@ async def test_only_workers_on_cpus_share_its_cores(
 
 
 class NoPort(Exception):
-    """Why a gateway does not start."""
+    """The error of a gateway that does not start."""
 
 
 async def test_a_gateway_that_does_not_start_is_stopped(

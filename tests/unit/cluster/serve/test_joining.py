@@ -42,7 +42,7 @@ class Controller:
 
 
 def source_of(*looks: Controller | ClusterError) -> FleetSource:
-    """A place that shows `looks`, one at each look; the last one stays."""
+    """A place that shows one of `looks` at each look, in order, and then the last one again and again."""
     left = list(looks)
 
     async def find_fleet() -> FoundFleet:

@@ -43,7 +43,7 @@ def test_a_stage_on_a_terminal_shows_how_far_its_parts_are() -> None:
     with screen.stage("workers", "starting 2") as stage:
         stage.report("d0", StartProgress("recording CUDA graphs", 1, 2))
         stage.report("p0", StartProgress("loading weights", 1, 4))
-        screen.console.print("")  # whatever is printed makes it show itself anew
+        screen.console.print("")  # any output redraws the stage
     text = out.getvalue()
     assert "recording CUDA graphs" in text
     assert "50%" in text
@@ -85,7 +85,7 @@ def test_what_a_stage_says_is_seen_on_a_terminal() -> None:
     screen = Screen(Console(file=out, force_terminal=True, width=100))
     with screen.stage("drain", "w0 leaves") as stage:
         stage.say("draining, 2 requests")
-        screen.console.print("")  # whatever is printed makes it show itself anew
+        screen.console.print("")  # any output redraws the stage
     assert "(draining, 2 requests)" in out.getvalue()
 
 

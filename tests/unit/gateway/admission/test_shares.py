@@ -97,7 +97,7 @@ class UnderTest:
             self.handle(Submitted(request))
 
     def answer(self, *names: str, number: int = 1) -> None:
-        """Each gets so many tokens, from both workers."""
+        """Each request gets `number` tokens, from both workers."""
         for name in names:
             for worker in sorted(self.workers[name], reverse=True):
                 end = FinishReason.HANDED_OVER if worker == "p" else None
@@ -110,7 +110,8 @@ class UnderTest:
                 self.handle(WorkerOutputs(worker, (output,)))
 
     def wait(self, seconds: float) -> None:
-        """As long as nothing happens; a gateway that looked away would take it for a standstill."""
+        """Lets time pass in which nothing happens. The gateway looks often, since it would count a long pause as a
+        standstill."""
         until = self.now + seconds
         while self.now < until:
             self.now += 0.1

@@ -21,8 +21,8 @@ POISON, OTHER = b"poison", b"other"
 def lose(
     suspects: Suspects, now: float, had: tuple[bytes, ...] = (), *, is_shared: bool = False, **places: int
 ) -> bytes | None:
-    """A worker ends, and with it the requests at these places; the one that is stopped. `is_shared`: it was not the
-    turn of the first one."""
+    """A worker ends with the requests at these places. Returns the request that is stopped. `is_shared`: the turn was
+    not the first request's."""
     at = {name.encode(): place for name, place in places.items()}
     ran_alone = None if is_shared else next(iter(at))
     found = suspects.worker_lost(WorkerLoss(at, frozenset([*at, *had]), ran_alone), now)

@@ -21,7 +21,7 @@ def test_the_queue_knows_since_when_requests_wait_for_a_prefill_worker() -> None
 
 
 def test_what_an_earlier_sweep_met_does_not_count() -> None:
-    """The latest one ended before it came to most of these requests."""
+    """The latest sweep ended before it reached most of these requests."""
     queue = QueueUnderTest()
     waiting = [Request(f"r{index}", refusal=NoPrefillWorker("none is available")) for index in range(40)]
     for request in waiting:

@@ -10,7 +10,7 @@ from gateway.auth.limits import CallerRates, Concurrency, TokenBucket
 
 
 def count(rates: CallerRates, caller: Caller, now: float, number: int = 1) -> float:
-    """Uses so many if none are owed; returns how long the caller has to wait instead."""
+    """Counts `number`, unless the caller must wait. Returns how long the caller must wait."""
     if error := rates.check(caller, now):
         assert error.retry_after_s is not None
         return error.retry_after_s

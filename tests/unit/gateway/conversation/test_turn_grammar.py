@@ -58,7 +58,7 @@ def grammar_of(
 
 
 def written(family: str, *calls: tuple[str, str]) -> str:
-    """As a model writes them, which makes no ids."""
+    """The calls as a model writes them: without ids."""
     answer = written_answer(format_of(family), TEMPLATES[family], called(*calls)).lstrip("\n")
     return re.sub(r', "id": "\w{9}"|\[CALL_ID\]\w{9}', "", answer)
 
@@ -148,7 +148,7 @@ STRING, NUMBER = {"type": "string"}, {"type": "integer"}
 
 
 def answer_of(properties: dict[str, object], **others: object) -> StructuredOutput:
-    """Of a closed object whose properties are all required."""
+    """An answer that matches a closed object, all of whose properties are required."""
     schema = {
         "type": "object",
         "properties": properties,

@@ -39,7 +39,7 @@ def format_of(tokenizer: Tokenizer) -> AnswerFormat:
 
 
 def texts_of(tokenizer: Tokenizer, groups: Sequence[Sequence[int]]) -> list[str]:
-    """As a gateway makes them of tokens that come in these groups."""
+    """The texts that a gateway makes of tokens that come in these groups."""
     stream = TextStream(tokenizer.backend, (), 0, True, kept_tokens=tokenizer.kept_tokens)
     return [*(stream.push(group)[1] for group in groups), stream.flush()]
 

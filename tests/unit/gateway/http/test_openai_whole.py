@@ -182,7 +182,7 @@ class Watched(ChatAnswer):
 def test_no_turn_of_the_event_loop_collects_or_writes_much(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though tokens come by the thousand, and twenty log-probabilities with each."""
+    """This holds if thousands of tokens come at once, with twenty log-probabilities each."""
     deltas = long_answer(tokenizer, 3000, 20, 2999)
     clock = WorkClock()
     portions = []

@@ -174,7 +174,7 @@ def test_a_bug_in_moving_one_request_of_a_lost_worker_ends_that_request_alone(
 
 
 def link_failure(engine_id: str, *token_ids: int) -> WorkerOutputs:
-    """Of d0, whose prompt did not come from p0; with tokens, it recomputed the prompt."""
+    """The output of d0, whose prompt did not come from p0. If it has tokens, d0 recomputed the prompt."""
     record = TransferRecord(
         role=TransferRole.CONSUMER,
         peer="p0",

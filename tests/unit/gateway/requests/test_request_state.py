@@ -27,7 +27,7 @@ TOKENS = TOKENIZER.encode(TEXT).ids
 
 
 def make_state(window: LatencyWindow | None = None, **sampling: object) -> RequestState:
-    """It was placed when it arrived."""
+    """A request that was placed when it arrived."""
     params = SamplingParams(max_tokens=100, **sampling)  # type: ignore[arg-type]
     request = GatewayRequest(
         request_id="r",
@@ -259,7 +259,8 @@ def test_the_timing_says_where_the_time_went() -> None:
 
 
 def test_the_hand_over_of_a_request_that_moved_is_that_of_its_latest_attempt() -> None:
-    """Between its first two tokens lay another one's, which the workers' times at the end say nothing of."""
+    """The hand-over of an earlier attempt lay between its first two tokens. The workers' times at the end are not
+    about that one."""
     state = make_state()
     collect(state, whole_story()[:4])
     num_before = state.num_output_tokens

@@ -27,7 +27,7 @@ class Fleet:
             self.on_heartbeat(name)
 
     def on_heartbeat(self, name: str, incarnation: int = 1, state: WorkerState = WorkerState.READY) -> None:
-        """Those whose name begins with p prefill."""
+        """Workers whose names begin with p prefill."""
         self.router.on_status(status(name, state=state, incarnation=incarnation))
 
     def lose(self, name: str) -> None:
@@ -68,7 +68,7 @@ class Trip:
         began_at: float = 0.0,
         now: float = 1.0,
     ) -> str | None:
-        """One attempt, and how it ends; the error that ends the request."""
+        """Runs one attempt, which fails. Returns the error that ends the request, or None."""
         attempt = self.begin(began_at)
         self.num_tokens += brings
         placement = attempt.placement

@@ -29,7 +29,7 @@ def measured(name: str, running: int = 0, **values: Any) -> WorkerStatus:
 def report_blocks(
     router: Router, worker: str, asked: RouteQuery, num_tokens: int, block_size: int = 16
 ) -> None:
-    """The worker has the first tokens of it in its prefix cache."""
+    """Reports that the worker has the first tokens of the prompt in its prefix cache."""
     hashes = block_hashes(asked.token_ids[:num_tokens], block_size, KEY, asked.cache_salt)
     stored = b"".join(block_hash[:8] for block_hash in hashes)
     assert router.on_kv_events(worker, KVEvents(0, True, b"", stored))
@@ -118,7 +118,8 @@ def test_running_requests_and_slow_steps_keep_requests_away() -> None:
 
 
 def test_steps_that_grow_with_their_requests_are_learned() -> None:
-    """d0 has more requests, but each makes its step longer by little; on d1 by a lot."""
+    """d0 has more requests, but each of them makes d0's step only a little longer. On d1, each makes the step much
+    longer."""
     router = pair_of()
     for running in (1, 2, 3, 4, 5, 6, 3):
         router.on_status(measured("d0", running, decode_step_s=0.01 + 0.0001 * running))
@@ -320,7 +321,7 @@ def test_prompts_of_a_burst_go_local_though_many_hand_overs_to_the_decode_worker
 def test_a_prompt_is_short_if_it_delays_all_answers_by_less_than_a_hand_over_costs(
     num_running: int, longest: int
 ) -> None:
-    """5 ms; at 40,000 tokens a second, a token delays each answer by 25 us."""
+    """A hand-over costs 5 ms. At 40,000 tokens a second, a token delays each answer by 25 us."""
     fast: dict[str, Any] = {"prefill_tokens_per_s": 40_000.0}
     workers = [measured("p0", **fast), measured("d0", num_running, **fast)]
     router = router_of("kv_aware", "auto", *workers)
@@ -347,7 +348,8 @@ def test_a_step_in_progress_counts_once() -> None:
 
 
 def test_a_short_prompt_does_not_wait_behind_one_long_prompt_and_so_stays_a_pair() -> None:
-    """The prefill worker computes it first. Only in the order of arrival does it wait, and is better off on D."""
+    """The prefill worker computes the short prompt first. In the order of arrival, the prompt would wait, and D alone
+    would be better."""
     busy = [measured(name, 1, num_queued_prompt_tokens=30_000) for name in ("p0", "p1")]
     statuses = [*busy, measured("d0", 6), measured("d1", 6)]
     assert reason_for(auto(*statuses), ask(300)) == ("pair", False)

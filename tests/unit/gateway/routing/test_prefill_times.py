@@ -81,7 +81,8 @@ PROMPT = st.tuples(st.integers(1, 10_000), st.floats(1.0, 5.0))
 
 @given(prompts=st.lists(PROMPT, min_size=1, max_size=60), size=st.integers(1, 20_000))
 def test_no_worker_is_taken_for_slower_than_it_can_be(prompts: list[tuple[int, float]], size: int) -> None:
-    """A worker takes 50 ms and 1 ms a token, and others slow that down; alone, a prompt takes no less than is said."""
+    """A worker takes 50 ms plus 1 ms per token, and longer if other prompts share its steps. A prompt alone never
+    takes less than the bound."""
 
     def alone_s(num_tokens: int) -> float:
         return 0.05 + num_tokens / 1000

@@ -29,7 +29,7 @@ from tests.factories.routing import (
 
 
 def hear_with_one_of_ours(router: Router, *statuses: WorkerStatus) -> None:
-    """What decode workers say that have a request of this gateway's, without blocks of its own."""
+    """Reports of decode workers, each with one request of this gateway that has no blocks yet."""
     for one in statuses:
         router.on_status(one)
         router.sent(one.ref.name, Placement(Mode.LOCAL, None, one.ref.name))

@@ -48,7 +48,8 @@ def test_an_affinity_key_decides_between_equals(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_placements_of_requests_without_a_key_take_turns(policy: str) -> None:
-    """Regular traffic between them would otherwise leave them half of the workers."""
+    """Otherwise, if requests with a key came regularly in between, the other requests would get only half of the
+    workers."""
     router = router_of(policy, DISAGGREGATED, *P, *D)
     chosen = []
     for _ in range(4):

@@ -35,7 +35,7 @@ def test_without_shared_prefixes_nothing_is_found() -> None:
 
 
 def test_every_request_is_answered_where_blocks_are_few_and_none_is_prefilled_in_vain() -> None:
-    """Though a worker's word is up to half a second old. Without credits, 35 are."""
+    """This holds although reports are up to half a second old. Without credits, 35 requests are prefilled in vain."""
     for policy in ("least_loaded", "kv_aware"):
         result = played("few blocks", policy)
         assert len(result.ttft_s) == sum(len(session.turns) for session in FEW_BLOCKS.sessions)

@@ -16,7 +16,7 @@ TOTAL, NEED, HEARTBEAT = 46, 8, 50
 
 @dataclass(slots=True)
 class Decode:
-    """A worker that serves in order of arrival, as many as its blocks hold, or its slots."""
+    """A worker that serves requests in order of arrival, as many as its blocks or its slots hold."""
 
     num_slots: int = 0
     """0: blocks alone are a limit."""
@@ -53,7 +53,8 @@ class Decode:
 def play(
     routers: dict[str, Router], num_turns: int, first: int = 0, num_slots: int = 0
 ) -> tuple[Counter[str], Decode]:
-    """Each has requests without end, the second from turn `first` on; how many of each were served."""
+    """Both gateways have endless requests, the second one from turn `first` on. Returns how many requests of each were
+    served."""
     worker, served = Decode(num_slots), Counter[str]()
     for now in range(num_turns):
         for name, placement in worker.turn(now):

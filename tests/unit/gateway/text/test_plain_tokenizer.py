@@ -1,4 +1,4 @@
-"""Tokenizers without transformers: which folders are read so, and that transformers makes the same of them."""
+"""Tokenizers without transformers: which folders do not need it, and that it gives the same results for them."""
 
 import json
 import subprocess

@@ -109,7 +109,7 @@ async def test_texts_that_cannot_fit_are_refused_without_tokenizing(tmp_path: Pa
 
 
 class HeldTokenizer:
-    """Texts of an own tokenizer, each of which stays on its thread until it is let go; short ones do not."""
+    """Makes texts that begin with h stay on their threads until `goes_on` is set. Other texts do not stay."""
 
     def __init__(self, own: Tokenizer) -> None:
         self.goes_on = threading.Event()

@@ -233,7 +233,7 @@ def test_bytes_that_are_no_character_never_end_a_byte_fallback_stream() -> None:
 def test_no_tokens_break_a_character_whatever_kind_of_tokenizer(
     kind: str, text: str, others: list[int], keep: bool
 ) -> None:
-    """Text as its model would write it, and behind it tokens in no sensible order."""
+    """Text as a model would write it, and after it arbitrary tokens."""
     tokenizer = TOKENIZERS[kind]
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=not keep)

@@ -1,4 +1,4 @@
-"""The input of a whole message's call: as it was written, of any depth, and of a cut call what is complete."""
+"""The input of a whole message's call: as it was written, at any depth. Of a cut call, the complete part."""
 
 import json
 from itertools import islice
