@@ -5,6 +5,7 @@ tests/data/wire_versions.json records each plane's version with the fields of ev
 """
 
 import json
+import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from cluster.on_ray import actors
 from kv_transfer.protocol import messages as kv
 from kv_transfer.transport.nixl_description import Description
 
+CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 RECORD = Path(__file__).parent / "data" / "wire_versions.json"
 
 Layout = dict[str, list[str]]
@@ -143,6 +145,13 @@ def changed(now: Mapping[str, object], before: Mapping[str, object]) -> list[str
 def test_a_message_that_changes_brings_a_new_version(name: str) -> None:
     found = complaint(name, PLANES[name], recorded().get(name))
     assert found is None, found
+
+
+@pytest.mark.parametrize("name", PLANES)
+def test_the_changelog_says_the_version_of_each_plane(name: str) -> None:
+    """An entry of an older release may say an older version, so the first entry counts."""
+    said = re.findall(rf"(\d+) for the {name}", " ".join(CHANGELOG.read_text().split()))
+    assert said[:1] == [str(PLANES[name].version)], "update the version in CHANGELOG.md"
 
 
 class Colour(Enum):
