@@ -257,7 +257,9 @@ class SealedCodec(Generic[M]):
             raise DamagedFrame(f"a frame of {len(frame)} bytes is damaged")
         version = int.from_bytes(frame[SEAL_BYTES:PREFIX_BYTES])
         if version != PROTOCOL_VERSION:
-            raise OtherVersion(f"protocol_version: {PROTOCOL_VERSION} != {version}")
+            raise OtherVersion(
+                f"version {version} of the KV plane, ours is {PROTOCOL_VERSION}; run the same version of Baton on both"
+            )
         return self._codec.decode(frame[PREFIX_BYTES:])
 
 

@@ -93,7 +93,8 @@ def test_c43_workers_of_two_versions_say_so_on_the_first_message() -> None:
     (failed,), (record,) = output.failed_recving, output.transfers.values()
     assert record.is_link_failure
     assert failed.reason.endswith(
-        f"protocol mismatch with the prefill worker: protocol_version: {PROTOCOL_VERSION} != {PROTOCOL_VERSION - 1}"
+        f"protocol mismatch with the prefill worker: version {PROTOCOL_VERSION - 1} of the KV plane, ours is "
+        f"{PROTOCOL_VERSION}; run the same version of Baton on both"
     )
     assert fabric.clock.now() == 0.0
     for worker in (prefill, decode):
@@ -107,7 +108,7 @@ def test_c43_a_producer_names_both_versions() -> None:
     fabric.network.alter = lambda source, header: of_version(9, header) if source == consumer else header
     begin(fabric, prefill, decode, NUM_TOKENS)
     (failed,) = decode.output().failed_recving
-    assert f"protocol_version: {PROTOCOL_VERSION} != 9" in failed.reason
+    assert f"version 9 of the KV plane, ours is {PROTOCOL_VERSION}; run the same version" in failed.reason
 
 
 def test_an_unintelligible_message_fails_its_load_at_once() -> None:
@@ -151,7 +152,7 @@ def test_a_damaged_message_is_repeated_and_fails_nothing() -> None:
         (b"", DamagedFrame, "a frame of 0 bytes is damaged"),
         (TO_PRODUCER.encode(Hold(KEY))[:SEAL_BYTES], DamagedFrame, "a frame of 8 bytes is damaged"),
         (TO_PRODUCER.encode(Hold(KEY))[:-1], DamagedFrame, "is damaged"),
-        (seal(b"", 9), OtherVersion, rf"protocol_version: {PROTOCOL_VERSION} != 9"),
+        (seal(b"", 9), OtherVersion, f"version 9 of the KV plane, ours is {PROTOCOL_VERSION}; run"),
         (seal(b"", PROTOCOL_VERSION), WireError, "not msgpack"),
     ],
 )
