@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.version import baton_version
 from tests.factories.chart import Release, containers, needs_helm, render
 
 pytestmark = needs_helm
@@ -53,9 +54,9 @@ def test_golden_labels() -> None:
         "app.kubernetes.io/instance": "demo",
         "app.kubernetes.io/component": "ray",
         "app.kubernetes.io/part-of": "baton",
-        "app.kubernetes.io/version": "0.1.0",
+        "app.kubernetes.io/version": baton_version(),
         "app.kubernetes.io/managed-by": "Helm",
-        "helm.sh/chart": "baton-0.1.0",
+        "helm.sh/chart": f"baton-{baton_version()}",
     }
 
 

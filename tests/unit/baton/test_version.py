@@ -1,10 +1,16 @@
 """Baton's own version, installed or not."""
 
+import re
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
+import yaml
 
 from baton.version import UNINSTALLED, baton_version
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_is_that_of_the_package() -> None:
@@ -17,3 +23,13 @@ def test_a_tree_that_is_not_installed_has_one_too(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("baton.version.version", absent)
     assert baton_version() == UNINSTALLED
+
+
+def test_the_chart_and_the_tags_of_images_have_the_version_of_pyproject() -> None:
+    """The chart's default for an image's tag begins with `appVersion`."""
+    released = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = yaml.safe_load((ROOT / "helm" / "baton" / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (released, released)
+    for file in ("Dockerfile", "docs/kubernetes.md"):
+        tags = re.findall(r"baton:([\w.]+)-(?:cpu|cuda)\b", (ROOT / file).read_text())
+        assert set(tags) == {released}, file
