@@ -5,6 +5,7 @@
   x ModelError              a model folder: a missing file, a wrong shape, weights that compute no first token
   x ClusterError            Ray, or the fleet on it, is not available as requested
     + FleetEnded            the fleet's controller has ended for good, and the fleet with it
+    + OtherFleetVersion     the fleet belongs to another version of Baton; names both versions
   x FleetError              an operator's command to the fleet failed; says why
     + UnknownWorker         the fleet has no worker of that name
   x WireError               bytes from a peer that are not a valid message
@@ -50,6 +51,10 @@ class ClusterError(BatonError):
 
 class FleetEnded(ClusterError):
     """The fleet's controller has ended, and will not start again."""
+
+
+class OtherFleetVersion(ClusterError):
+    """The fleet has the messages of another version of Baton. It understood no call, so it carried out none."""
 
 
 class FleetError(BatonError):

@@ -15,6 +15,7 @@ from baton.errors import (
     FleetEnded,
     FleetError,
     ModelError,
+    OtherFleetVersion,
     UnknownWorker,
     WireError,
 )
@@ -65,8 +66,8 @@ class ControlApi(Protocol):
     """A fleet's controller, in this process or behind a carrier.
 
     A call raises FleetError if the fleet refuses it or cannot carry it out. ClusterError: the controller is
-    unreachable, the fleet is starting or ending, or too many calls are running. FleetEnded, which is a ClusterError:
-    the fleet has ended for good.
+    unreachable, the fleet is starting or ending, or too many calls are running. Two ClusterErrors are lasting.
+    FleetEnded: the fleet has ended for good. OtherFleetVersion: it runs another version of Baton.
     """
 
     async def call(self, request: ControlRequest[R]) -> R: ...
@@ -74,7 +75,16 @@ class ControlApi(Protocol):
 
 _ERRORS: dict[str, type[BatonError]] = {
     kind.__name__: kind
-    for kind in (FleetEnded, ClusterError, UnknownWorker, FleetError, ConfigError, ModelError, WireError)
+    for kind in (
+        FleetEnded,
+        OtherFleetVersion,
+        ClusterError,
+        UnknownWorker,
+        FleetError,
+        ConfigError,
+        ModelError,
+        WireError,
+    )
 }
 """Errors that keep their type on the way, each before the types it derives from. All others arrive as ClusterErrors."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from baton.errors import BatonError, ClusterError, WireError
+from baton.errors import BatonError, ClusterError, OtherFleetVersion, WireError
 from baton.messages.control import CONTROL_PLANE_VERSION, CallFailure, ControlRequest, answer_type, check_time
 from baton.messages.wire import Codec, unpack
 
@@ -152,8 +152,8 @@ def foreign_version(frame: bytes) -> tuple[int, int] | None:
     return (version, number) if is_foreign else None
 
 
-def versions_differ(theirs: int) -> ClusterError:
-    return ClusterError(
+def versions_differ(theirs: int) -> OtherFleetVersion:
+    return OtherFleetVersion(
         f"the other process speaks version {theirs} of the control plane, this process version "
         f"{CONTROL_PLANE_VERSION}; run the same version of Baton everywhere, and restart the processes that still run "
         "another version"

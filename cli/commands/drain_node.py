@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from baton.config import NetworkConfig
-from baton.errors import ClusterError, FleetError
+from baton.errors import ClusterError, FleetError, OtherFleetVersion
 from baton.messages.control import DescribeFleet, DrainNode
 from baton.system.curve import derive_fleet_keys
 from baton.system.secret import load_secret
@@ -67,6 +67,8 @@ async def _ask_control_server(address: str, node: str, timeout_s: float, network
                         problem = ""
                         await client.call(DrainNode(node, timeout_s))
                         return
+                    except OtherFleetVersion:
+                        raise
                     except ClusterError as error:
                         problem = str(error)
                     if (refusal := client.carrier.refusal) is not None:

@@ -6,8 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 
+from baton.messages.control_codec import failure, read_call, versions_differ
 from baton.system.secret import SECRET_VARIABLE
 from cli.main import DONE, REFUSED, USAGE, main
+from cluster.control_api.server import OpenCalls
 from tests.factories.control_api import control_server
 from tests.factories.fleet import FakeLauncher, fleet, fleet_config
 from tests.factories.security import OTHER_SECRET, SECRET
@@ -61,6 +63,19 @@ async def test_a_fleet_of_another_secret_is_an_error_at_once(
         monkeypatch.setenv(SECRET_VARIABLE, OTHER_SECRET.text)
         assert await drain("--node", "n1", "--fleet-address", server.address) == REFUSED
     assert "refused the connection" in capsys.readouterr().err
+
+
+async def test_a_fleet_of_another_version_is_an_error_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: OpenCalls, __: bytes, frames: list[bytes]) -> bytes:
+        return failure(read_call(frames[0]).number, versions_differ(99))
+
+    monkeypatch.setattr(OpenCalls, "open_call", refuse)
+    config = fleet_config()
+    async with fleet(config) as tested, control_server(config, tested.controller) as server:
+        assert await drain("--node", "n1", "--timeout", "3600", "--fleet-address", server.address) == REFUSED
+    assert "version 99 of the control plane" in capsys.readouterr().err
 
 
 async def test_a_control_server_that_never_answers_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from baton.errors import (
     FleetEnded,
     FleetError,
     ModelError,
+    OtherFleetVersion,
     TraceError,
     UnknownWorker,
     WireError,
@@ -73,6 +74,7 @@ def test_a_request_names_its_answers_type() -> None:
     ("raised", "arrives"),
     [
         (FleetEnded("over"), FleetEnded),
+        (OtherFleetVersion("99"), OtherFleetVersion),
         (ClusterError("away"), ClusterError),
         (FleetError("no"), FleetError),
         (UnknownWorker("who?"), UnknownWorker),
@@ -103,7 +105,7 @@ def test_an_error_may_hold_any_text() -> None:
 def test_another_version_is_named_on_either_side() -> None:
     theirs = read_reply(msgpack.packb(["Refusal", 99, 5, {"of": "another kind"}]))
     assert theirs.number == 5
-    with pytest.raises(ClusterError, match="version 99 of the control plane"):
+    with pytest.raises(OtherFleetVersion, match="version 99 of the control plane"):
         CODEC.value_in(theirs, DescribeFleet())
     with pytest.raises(WireError):
         read_reply(msgpack.packb(["Answer", 99, 5, b""]))
