@@ -271,8 +271,7 @@ def _no_user_after_result(messages: Messages) -> Messages:
 def _runs(
     messages: Messages, belong_together: Callable[[ChatMessage, ChatMessage], bool]
 ) -> list[list[ChatMessage]]:
-    """Divides the messages into lists. A message that belongs to the message before it is in the list of that
-    message."""
+    """Divides the messages into lists. If a message belongs to the previous message, both are in the same list."""
     runs: list[list[ChatMessage]] = []
     for message in messages:
         if runs and belong_together(runs[-1][-1], message):

@@ -148,7 +148,7 @@ def serving(
 ) -> AbstractContextManager[ServeProcess]:
     """Runs `baton serve` with these arguments.
 
-    At the end of the block nothing of it is left, even after a failure.
+    At the end of the `with` block, nothing of the service is left, even after a failure.
     """
     return running([*COMMAND, "serve", *OPTIONS, *arguments], environment)
 

@@ -1,4 +1,4 @@
-"""Names of the Hub's models: what is one, and when two mean the same."""
+"""Names of models on the Hub: which texts are such names, and when two names mean the same model."""
 
 import pytest
 

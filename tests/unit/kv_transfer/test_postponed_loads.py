@@ -27,7 +27,8 @@ def starve(wire: Wire, *, is_starved: bool = True) -> None:
 def start_stuck(
     *, transport: str = ZMQ_TCP, window_blocks: int = 4, checksums: ChecksumPolicy = ChecksumPolicy.ON
 ) -> Wire:
-    """The consumer has room for three blocks of "r", one of them computed, and none for "other", which is complete."""
+    """The consumer has room for three blocks of "r", of which the producer has computed one. It has no room for
+    "other", whose prompt is complete."""
     wire = Wire(transport=transport, window_blocks=window_blocks, checksums=checksums)
     wire.begin_send(OTHER, 16, "other")
     wire.begin_load(OTHER, 16, "other")

@@ -82,7 +82,7 @@ def _send_all(router: Router, name: str, worker: Decode) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_second_caller_is_served_too(policy: str) -> None:
-    """The gateway that learns first of free room takes it, which is always the one whose request ended."""
+    """The gateway that first learns of free room takes this room. This is always the gateway whose request ended."""
     routers = {name: router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL)) for name in "ab"}
     served, worker = play(routers, 600, first=20)
     alone, _ = play({"a": router_of(policy, "disaggregated", P[0], status("d0", free=TOTAL))}, 600)
