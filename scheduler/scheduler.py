@@ -267,7 +267,7 @@ class Scheduler:
     def finish_requests(
         self, request_ids: Iterable[str], status: RequestStatus, error: str | None = None
     ) -> ClientOutputs:
-        """Ends requests in any state. Ignores unknown and finished ones, so the call may be repeated.
+        """Ends requests in any state. Ignores unknown and finished requests, so the call may be repeated.
 
         Samples of current steps are dropped. If a request was given back, its next worker samples them again.
         """

@@ -81,8 +81,9 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Else Ray prints lost workers and repeated calls to the driver's stdout, which is for JSON.
     environment.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-    # Without this pid, and if the driver's parent is process 1 (as in a systemd unit), Ray believes that the driver's
-    # raylet has ended. Then, when a connection to the raylet breaks, Ray ends the driver at once, without a message.
+    # If this variable is missing and the driver's parent is process 1 (as in a systemd unit), Ray believes that the
+    # driver's raylet has ended. Then, when a connection to the raylet breaks, Ray ends the driver at once, without a
+    # message.
     environment["RAY_RAYLET_PID"] = str(os.getpid())
     if config.ray_address == "local":
         environment.update(_USUAL_PRIORITY)

@@ -93,7 +93,7 @@ def resolve(
 ) -> Path:
     """The local folder of a model. For a name or a GGUF file, it is in a cache, and made now if necessary.
 
-    Without `weights`, a downloaded folder may lack weights, which is enough for a gateway. A known name takes
+    Without `weights`, a downloaded folder may lack weights, since a gateway does not need them. A known name takes
     precedence over a folder of that name; write `./smollm2` for the folder. A folder takes precedence over a
     name of the Hub. Blocks while another process makes the same folder. ModelError says what is missing and
     what to do.

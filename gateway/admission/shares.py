@@ -237,9 +237,9 @@ class CallerShares(Generic[T]):
                 yield other
 
     def _late_prompts(self, worker: str) -> Iterator[T]:
-        """Requests to take back, since they wait behind far too many prompts at a worker. All of them are requests of
-        the caller whose prompts take longest there, its youngest ones. Such requests exist, for example, if this caller
-        was alone before.
+        """Requests to take back, since they wait behind far too many prompts at a worker. All of them are the youngest
+        requests of the caller whose prompts take longest there. Such requests exist, for example, if this caller was
+        alone before.
         """
         others, waiting = dict(self._prompts_at(worker)), defaultdict[str, list[T]](list)
         for request in others:

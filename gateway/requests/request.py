@@ -58,7 +58,7 @@ class GatewayRequest:
 
     @property
     def call(self) -> tuple[str, str]:
-        """The caller's name, and the id of the call that the request is an answer to."""
+        """The caller's name, and the id of the call to which this request belongs."""
         return self.caller.name, self.call_id or self.request_id
 
 

@@ -97,8 +97,8 @@ class WorkerClient:
         """False while messages wait for a turn. No heartbeat is read then, so this is no silence."""
         self._socket = context.socket(zmq.DEALER)
         # An identity for each connection. A worker that restarts on its own port may accept the old connection, which
-        # libzmq restores, after the new one. With a shared identity, the old connection would take the new one's place
-        # and end with its socket. Then libzmq would never read the new connection.
+        # libzmq restores, after the new one. If both had the same identity, the old connection would take the place of
+        # the new connection, and end with its socket. Then libzmq would never read the new connection.
         self._socket.setsockopt(zmq.IDENTITY, bytes.fromhex(gateway_id) + connection_number.to_bytes(8))
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -81,7 +81,8 @@ class Tally:
 
 
 def make_questions(rng: random.Random, number: int) -> list[Question]:
-    """Prompts of less than a block up to many chunks, greedy and sampled, with answers of one token up to many."""
+    """Greedy and sampled requests. Prompts have from less than a block to many chunks, and answers from one token to
+    many."""
     questions = []
     for index in range(number):
         length = rng.choice([rng.randint(1, 40), rng.randint(1, 300)])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-# Loopback only, and a secret that both sides know.
+# Ray listens on loopback only. Both sides know its token.
 RAY_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -208,7 +208,7 @@ def test_queries_may_see_nothing_of_a_part(device: torch.device, generator: torc
 def test_the_last_part_to_be_done_merges_all(
     name: str, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Twice, since every launch must reset its counts."""
+    """Launches twice, since every launch must reset its counts."""
     step = PagedStep(CASES[name], device, generator)
     assert step.plan.merges_RF.size
     merging = step.merging()

@@ -82,7 +82,7 @@ class Scenario:
 
 
 def make_scenario(seed: int) -> Scenario:
-    """One seed in five has two gateways, and in half of these seeds one dies meanwhile.
+    """One seed in five has two gateways. In half of these seeds, one of the two gateways dies during the run.
 
     In half of all seeds the kernel does not report exits. Both are drawn apart from the rest, so that seeds with one
     gateway do not depend on them.

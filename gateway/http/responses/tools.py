@@ -53,7 +53,7 @@ class ResponseFunctionTool(Body):
 
 
 class NamespaceTool(Body):
-    """Functions under a common name. Codex sends those of its sub-agents and of MCP servers in this way."""
+    """Functions under a common name. Codex sends the functions of its sub-agents and of MCP servers in this way."""
 
     type: Literal["namespace"]
     name: ToolName

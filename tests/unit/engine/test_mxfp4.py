@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, source: Path) -> tuple[Pat
 
 
 def test_each_expert_is_a_part_of_one_tensor(source: Path) -> None:
-    """Whole and in ranks' shares; from mapped files, and as a GPU reads them."""
+    """Reads whole experts and the shares of ranks, from mapped files and as a GPU reads them."""
     stored = load_file(source / "model.safetensors")
     with CheckpointWeights(source, torch.float32) as weights:
         for name, shape in SHAPES.items():

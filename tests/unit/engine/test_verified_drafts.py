@@ -294,7 +294,7 @@ def test_c62_a_rank_that_does_not_sample_computes_a_step_with_drafts_before_it_b
 def test_drafts_of_a_request_whose_next_step_is_under_way_are_guessed_from_its_known_tokens(
     model: LoadedModel,
 ) -> None:
-    """The scheduler drops them, but they tell it that the step after the next may have some."""
+    """The scheduler drops these drafts. But they show the scheduler that the step after the next may have drafts."""
     sampler, pool = ScriptedSampler(), KVPool(4, model.kv_block_shape(16), CPU)
     drafter = Drafter(NGramProposer(2, 4), 4, max_num_batched_tokens=64, num_equal_rows=12.0)
     runner = ModelRunner(no_logits, sampler, HostBlocks(0, pool), 16, drafter=drafter)

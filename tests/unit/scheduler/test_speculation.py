@@ -1,4 +1,4 @@
-"""Behaviours 16 and 61: drafts get slots and are verified with their step; of a wrong one nothing is left.
+"""Behaviours 16 and 61: drafts get slots and are verified with their step; of a wrong draft, nothing is left.
 
 That vLLM's scheduler decides the same is shown by test_v1_decisions.py, that no mode changes a token by
 tests/property/test_random_workloads.py.

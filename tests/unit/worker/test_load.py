@@ -29,7 +29,7 @@ from worker.step_counts import PromptTokens
 def test_steps_that_computed_prompts_give_a_rate_and_others_a_time(
     num_prompt_tokens: int, num_decodes: int
 ) -> None:
-    """A token of a prompt that is in the prefix cache, beside more decodes, says nothing about prompts."""
+    """A step with many decodes and one token of a cached prompt says nothing about the speed of prompts."""
     meter = LoadMeter()
     assert (meter.prefill_tokens_per_s, meter.decode_step_s) == (0.0, 0.0)
     meter.step_done(100, 3, submitted_at=10.0, done_at=10.5)

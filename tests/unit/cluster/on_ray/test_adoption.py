@@ -185,7 +185,7 @@ async def test_of_two_commands_that_find_a_fleet_without_an_owner_one_adopts_it(
 async def test_an_adopted_fleet_is_scaled_though_it_began_with_the_same_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Since then, the owner that died may have scaled it by its file."""
+    """The owner that died may have scaled the fleet since then, by the counts of its own file."""
     config = BatonConfig.from_mapping({"cluster": {"prefill": 1, "decode": 3}})
     found = Found(config)
 

@@ -13,7 +13,7 @@ from tests.factories.models import make_model_dir
 
 
 class Started(Exception):
-    """A worker that was started, with the share of its process."""
+    """Raised in place of the start of a worker; carries the share of the cores that the worker's process would get."""
 
 
 @pytest.mark.parametrize(("device", "is_shared"), [("cpu", True), ("cuda", False)])

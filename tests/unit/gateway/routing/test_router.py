@@ -83,7 +83,7 @@ def test_legs_count_before_the_worker_tells_of_them(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["least_loaded", "kv_aware"])
 def test_requests_of_other_gateways_count_beside_our_own(policy: str) -> None:
-    """d0 reported three requests, one of them ours, which has ended since. d1 has two of ours, which it reported."""
+    """d0 reported three requests. One of them was ours, and has ended since. d1 reported two requests, both ours."""
     router = router_of(policy, "local", *D)
     ours = [Placement(Mode.LOCAL, None, name) for name in ("d0", "d1", "d1")]
     for placement in ours:
