@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from gateway.text import Tokenizer
     from tests.factories.whole_engines import EnginesOf
 
-# Started in the background, a shell's children ignore SIGINT, and so would every process that a test starts and
-# interrupts. A handler of our own is not inherited: they begin with the default.
+# A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts. Child
+# processes do not inherit a handler of our own: they begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Clusters that tests start share a secret of their own instead of making one in the user's home.
@@ -95,7 +95,7 @@ def forked_workers(fork_server: ForkServer) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _log_levels_as_before() -> Iterator[None]:
-    """A command that a test runs in this process sets them for the whole process."""
+    """A command that a test runs in this process sets the log levels of the whole process."""
     levels = {logger: logger.level for logger in map(logging.getLogger, PACKAGES)}
     yield
     for logger, level in levels.items():

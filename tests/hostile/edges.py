@@ -76,7 +76,7 @@ def sessions(model: Path, folder: Path) -> Finding:
 
 
 def ray_folder(model: Path, folder: Path) -> Finding:
-    """Another user of the machine looks for files that he may write to."""
+    """Another user of the machine looks for files to which that user may write."""
     finding = Finding("the folder of a private Ray")
     config = folder / "ray.yaml"
     config.write_text(_config(model, "local", "grpc_port: 0, http_port: 0"))

@@ -74,7 +74,8 @@ def test_gateways_come_and_go_beside_each_other(config: Path, address_of_ray: st
 
 
 def the_one_that_serves(one: ServeProcess, other: ServeProcess) -> tuple[ServeProcess, dict[str, Any]]:
-    """The command that serves, of two commands that start a fleet of one name at once. The other command has ended."""
+    """Two commands started a fleet of the same name at the same time. Returns the command that serves; the other
+    command has ended."""
     with ThreadPoolExecutor(2) as readers:
         lines = list(readers.map(lambda serve: serve.process.stdout.readline(), (one, other)))
     assert sorted(map(bool, lines)) == [False, True], one.stderr + other.stderr

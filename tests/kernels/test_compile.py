@@ -1,6 +1,6 @@
 """Every kernel compiles, without a GPU, for all supported GPUs, with the intended units and without spills.
 
-In processes of their own: kernels that are interpreted here cannot be compiled here.
+Kernels are compiled in separate processes: this process interprets kernels, so it cannot compile them.
 """
 
 import json

@@ -24,7 +24,7 @@ VOCAB = 90
 
 
 class AllowsSome:
-    """A matcher that allows every third token. The number of tokens that it has taken decides which ones."""
+    """A matcher that allows every third token. The number of tokens that were taken so far decides which third."""
 
     def __init__(self, num_taken: int) -> None:
         self._num_taken = num_taken

@@ -192,7 +192,7 @@ def test_a_preempted_request_goes_on_with_right_drafts(
 
 
 def test_a_first_token_never_waits_for_drafts(model: LoadedModel) -> None:
-    """It does not wait for drafts of other requests, either."""
+    """A first token does not wait for drafts of other requests, either."""
     driver = DraftingDriver(model, drafter_of(model, 2, shares_kv=True))
     begin(driver)
     driver.draft("r2", "r4")

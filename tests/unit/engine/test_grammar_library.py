@@ -15,7 +15,7 @@ def library_in(folder: Path) -> GrammarLibrary:
 
 
 def test_the_size_of_a_compiled_grammar_is_that_of_its_memory(folder: Path) -> None:
-    """It grows with the square of this text's length; an estimate by characters would be far off."""
+    """The memory grows with the square of this text's length; an estimate by characters would be far off."""
     library = library_in(folder)
 
     def num_bytes(source: str) -> int:

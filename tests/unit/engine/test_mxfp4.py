@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, source: Path) -> tuple[Path, Path]:
-    """The checkpoint in MXFP4, and that of transformers' numbers."""
+    """The checkpoint in MXFP4, and a checkpoint with the numbers that transformers dequantizes."""
     return make_mxfp4(tmp_path_factory.mktemp("mxfp4"), source)
 
 

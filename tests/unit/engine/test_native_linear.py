@@ -41,8 +41,9 @@ ROWS = (*range(1, 21), 64, 300)
 
 @pytest.fixture(scope="module", params=SETS, ids=lambda instructions: instructions.name)
 def products(request: pytest.FixtureRequest) -> Products:
-    """Kernels are compiled again only if their source has changed. Only those of the machine's best set are optimized
-    as for a user. The others are optimized little, which takes half the time, and use the same instructions.
+    """Kernels are compiled again only if their source has changed. Only the kernels of the machine's best instruction
+    set are optimized as for a user. The others are optimized little, which takes half the time, and use the same
+    instructions.
     """
     if request.param == MACHINES:
         return Products(cast("ctypes.CDLL", native_library()))

@@ -1,4 +1,5 @@
-"""Published quantized checkpoints give the tokens of their dequantized numbers; in their bits, with ranks, streamed."""
+"""Published quantized checkpoints give the tokens of their dequantized numbers: kept in their bits, on several ranks,
+and streamed."""
 
 import json
 import logging

@@ -267,7 +267,7 @@ def steps_of_one_token() -> Iterator[SchedulerOutput]:
 
 
 def two_steps(drafts: tuple[int, ...], num_taken: int) -> Iterator[SchedulerOutput]:
-    """A step of the last token of [5, 6, 7, 8, 5] with drafts, and the next after it."""
+    """A step that computes the last token of [5, 6, 7, 8, 5] and its drafts, and the step after it."""
     yield first_plan(drafts)
     cached = CachedRequestData(("r",), ((),), (4 + num_taken,))
     yield replace(

@@ -68,7 +68,7 @@ def test_nothing_is_offered_before_its_bytes_are_out_nor_acknowledged_before_the
 
 @pytest.mark.parametrize("transport", [ZMQ_TCP, CUDA_IPC])
 def test_c41_blocks_taken_back_while_they_are_copied_out_are_not_vouched_for(transport: str) -> None:
-    """A checksum of what others wrote into them would make the wrong bytes right."""
+    """If the checksum were computed after others wrote into the blocks, it would match the wrong bytes."""
     fabric, prefill, decode = started(transport)
     fabric.drivers[0].is_slow = True
     give(prefill)

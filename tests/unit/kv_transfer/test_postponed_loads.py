@@ -113,7 +113,7 @@ def test_c31_what_is_lost_on_the_way_is_said_again() -> None:
 
 
 def test_c31_what_was_under_way_does_not_fill_the_window_of_others() -> None:
-    """The window has room for one piece, and that of the postponed load was never acknowledged."""
+    """The window has room for one piece, and the piece of the postponed load was never acknowledged."""
     wire = start_stuck(window_blocks=1)
     wire.tamper = lambda frame: [] if isinstance(frame.message, Pieces) else [frame]
     wire.deliver()

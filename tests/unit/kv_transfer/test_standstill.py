@@ -30,7 +30,7 @@ def hold_a_lease(wire: Wire) -> None:
 
 
 def wake_producer(wire: Wire) -> None:
-    """It does what is due before it has read anything."""
+    """The producer does what is due, before it has read any message."""
     wire.clock.advance(STOOD_S)
     wire.at_producer(wire.producer.on_time(wire.clock.now()))
 

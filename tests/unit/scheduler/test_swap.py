@@ -23,7 +23,7 @@ def run_until_preemption(driver: Driver) -> Any:
 
 
 def test_a_scheduler_that_swaps_has_host_blocks() -> None:
-    """Without such blocks, it would recompute every victim, which nobody would notice."""
+    """Without host blocks, the scheduler would recompute every victim, and nobody would notice this."""
     with pytest.raises(AssertionError, match="swap space"):
         make_driver(num_swap_blocks=None)
 

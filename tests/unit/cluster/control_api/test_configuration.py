@@ -1,4 +1,5 @@
-"""The fleet's configuration on its way to a gateway, and in what two configurations of one fleet may differ."""
+"""The fleet's configuration on its way to gateways and actors, and the keys in which two configurations of one fleet
+may differ."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Rollouts: one worker after the other begins anew, beside the old one if there is room; what may happen meanwhile."""
+"""Rollouts: one worker after the other is replaced, beside its old process if there is room; and what may happen
+during a rollout."""
 
 import asyncio
 

@@ -33,7 +33,7 @@ def test_a_fleet_has_one_owner_until_the_job_of_its_command_ends(ray_store: Fake
 def test_of_two_commands_that_find_no_owner_at_the_same_time_one_becomes_it(
     ray_store: FakeRayStore, has_former: bool, before: str
 ) -> None:
-    """The other one has just joined Ray, so that its job is new, too."""
+    """The other command has just joined Ray, so its job is new, too."""
     if has_former:
         claim(ray_store, THIRD)
         ray_store.running.remove(THIRD)

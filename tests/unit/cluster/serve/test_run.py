@@ -47,7 +47,7 @@ async def run(
 
 
 class UnwritableScreen(io.StringIO):
-    """Its disk is full, or its reader has left."""
+    """A screen on which nothing can be written, as if its disk were full or its reader had left."""
 
     def write(self, text: str) -> int:
         raise OSError(28, "No space left on device")

@@ -224,7 +224,7 @@ def test_a_key_file_that_is_replaced_in_steps_is_never_missed(tmp_path: Path) ->
 
 
 class SlowKeyFile:
-    """A gateway's key file; to read it again takes until `may_read`."""
+    """A gateway's key file. Reading the file again takes until `may_read` is set."""
 
     def __init__(self, path: Path) -> None:
         self.clock, self.path, self.may_read = VirtualClock(), path, threading.Event()

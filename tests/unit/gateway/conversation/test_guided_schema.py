@@ -1,4 +1,5 @@
-"""Schemas as grammars take them: closed, without remarks, and refused where they are none."""
+"""Schemas in the form that grammars take: closed, and without remarks. Schemas that no grammar can express are
+refused."""
 
 import json
 from collections.abc import Callable

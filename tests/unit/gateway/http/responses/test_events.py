@@ -226,7 +226,8 @@ def test_log_probabilities_that_come_after_their_message_are_added_to_it(tokeniz
 def test_log_probabilities_of_an_answer_without_a_message_are_left_out(
     tokenizer: Tokenizer, is_cut: bool
 ) -> None:
-    """The model ended after its reasoning. Its end of sequence is a token before the first text, whose number is -1."""
+    """The model ended after its reasoning. Its end-of-sequence token comes before the first message, so it has the
+    message number -1."""
     output = ResponseOutput("r", ChatTokens(tokenizer))
     list(output.on_events([Reasoning("Hm")], [(-1, TokenLogprobs(5, -1.0, 1, ()))]))
     list(output.end(is_cut))

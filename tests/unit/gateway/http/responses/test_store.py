@@ -1,4 +1,5 @@
-"""What is kept is bounded, per caller and together, and is its caller's alone. On a real Redis where there is one."""
+"""What is kept is bounded, per caller and together, and is its caller's alone. The tests use a real Redis if the
+machine has one."""
 
 import asyncio
 import random
