@@ -201,7 +201,7 @@ class EngineCore:
         return load, waiting.oldest_arrival
 
     def counters(self) -> dict[str, int]:
-        """Monotonic counts of the scheduler and the steps. The connector has its own, with other names."""
+        """Monotonic counts of the scheduler and the steps. The connector has counts of its own, with other names."""
         return {**self.scheduler.counters(), "non_finite_steps": self.health.num_non_finite_steps}
 
     def close(self) -> None:

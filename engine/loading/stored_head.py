@@ -38,7 +38,7 @@ def as_stored(architecture: ModelArchitecture, folder: Path) -> ModelArchitectur
 
 
 def _are_equal(one: TensorEntry, other: TensorEntry) -> bool:
-    """Whether two tensors have the same bytes. It reads both up to the first difference."""
+    """Whether two tensors have the same bytes. Reads both tensors up to the first difference."""
     if (one.dtype, one.shape, one.num_bytes) != (other.dtype, other.shape, other.num_bytes):
         return False
     with one.file.open("rb") as left, other.file.open("rb") as right:

@@ -63,7 +63,7 @@ def test_requests_that_were_sent_before_a_client_knows_of_the_stop_are_answered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy has just sent one request on an open connection, and another on a connection that is not accepted yet.
-    It sends no further request there, since the answers close their connections."""
+    The proxy sends no further request on these connections, since the answers close them."""
     monkeypatch.setattr("gateway.http.server.LAST_REQUESTS_S", 60.0)
     body = json.dumps(completion(max_tokens=2)).encode()
     head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -202,7 +202,7 @@ def assert_same(device: Answers, cpu: Answers) -> None:
 
 
 def is_tied(logprob: float, top: Sequence[tuple[int, float]]) -> bool:
-    """Whether another log-probability is so near that a device, which sums in another order, may have it in
+    """Whether another log-probability is nearly equal. A device sums in another order, so it may have the other one in
     this place."""
     return sum(abs(logprob - other) < 1e-5 for _, other in top) > 1
 

@@ -31,7 +31,7 @@ class FunctionDefinition(Cacheable):
 
 
 class FunctionTool(Cacheable):
-    """A tool that the client runs itself. The model is told of it, and may ask for it."""
+    """A tool that the client runs itself. The model is told of the tool, and may call it."""
 
     type: Literal["function"]
     function: FunctionDefinition

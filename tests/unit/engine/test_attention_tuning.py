@@ -29,7 +29,7 @@ def test_two_decodes_or_one_prefill_fit_a_multiprocessor(
 ) -> None:
     for dtype_bytes, kv_dtype_bytes in ((2, 2), (2, 1), (4, 4)):
         if dtype_bytes == 4 and head_dim == 256 and shared_bytes < SHARED_BYTES:
-            continue  # does not fit, and no model is served so
+            continue  # does not fit; no model is served with this shape
         shape = AttentionShape(
             32, 8, head_dim, block_size, dtype_bytes, kv_dtype_bytes, has_copy_engine, shared_bytes
         )

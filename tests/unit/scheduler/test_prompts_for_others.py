@@ -172,7 +172,8 @@ def test_with_priorities_a_better_prompt_overtakes_a_worse_one() -> None:
 def test_prompts_that_do_not_fit_beside_each_other_do_not_preempt_each_other_in_turn(
     policy: str, enable_prefix_caching: bool
 ) -> None:
-    """A victim returns behind the prompt that took its blocks. Before that one, it would take the blocks back."""
+    """A victim returns behind the prompt that took its blocks. If it returned before this prompt, it would take the
+    blocks back."""
     driver = make_prefill_worker(
         policy=policy,
         num_blocks=4,

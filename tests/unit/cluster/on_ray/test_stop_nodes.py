@@ -34,7 +34,7 @@ def stop(head: Path, *hosts: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ray_ends_on_the_head_and_then_on_every_other_host(head: Path) -> None:
-    """The head's autoscaler would start again what was stopped before it."""
+    """If another host were stopped before the head, the head's autoscaler would start its Ray again."""
     assert stop(head, "10.0.0.11", "10.0.0.12").returncode == 0
     first, *others = (head / "log").read_text().splitlines()
     assert first == "head: stop"

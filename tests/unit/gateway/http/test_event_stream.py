@@ -20,7 +20,7 @@ def comment() -> bytes:
 
 
 class Reader:
-    """A client. Once `leaves` is set, it is gone."""
+    """A client. When `leaves` is set, the client has left."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
