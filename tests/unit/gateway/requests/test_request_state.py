@@ -260,7 +260,7 @@ def test_the_timing_says_where_the_time_went() -> None:
 
 def test_the_hand_over_of_a_request_that_moved_is_that_of_its_latest_attempt() -> None:
     """The hand-over of an earlier attempt lay between its first two tokens. The workers' times at the end are not
-    about that one."""
+    about that hand-over."""
     state = make_state()
     collect(state, whole_story()[:4])
     num_before = state.num_output_tokens
