@@ -6,9 +6,10 @@ Ray actors use `build_worker`. Without Ray (`baton serve` with `cluster.ray_addr
 
 This prints the worker's endpoint as one line of JSON once the worker serves, or prints why it could not start. The
 worker stops cleanly on SIGTERM, on SIGINT, or when its stdin closes, so it never outlives the process at the other end
-of stdin. Until then, it takes control calls from stdin, and prints the replies (worker/control_channel.py). If the
-engine ends by itself, the process ends with exit code 1. The cluster's secret comes from BATON_CLUSTER_SECRET, or from
-the file of `network.secret_file`, which must exist.
+of stdin. If stdin closes while the worker starts, the worker and its compilers are killed. Once it serves, it takes
+control calls from stdin, and prints the replies (worker/control_channel.py). If the engine ends by itself, the process
+ends with exit code 1. The cluster's secret comes from BATON_CLUSTER_SECRET, or from the file of `network.secret_file`,
+which must exist.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import os
 import selectors
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -81,8 +83,11 @@ def _lend(config: BatonConfig, role: WorkerRole, own: tuple[int, ...]) -> LentCp
         return None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself."""
+def main(arguments: list[str] | None = None, on_serving: Callable[[], None] = lambda: None) -> int:
+    """Serves until told to stop. Exit codes: 0 stopped cleanly, 1 could not start, or its engine ended by itself.
+
+    Calls `on_serving` when the worker has started. From then on it stops cleanly when its stdin closes.
+    """
     options = _parser().parse_args(arguments)
     try:
         worker = _worker_of(options)
@@ -99,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         stop = _wakeup_by_signals()  # before the pid is known to others
         worker.when_ended(stop.set)
+        on_serving()
         _print(endpoint_to_json(endpoint))
         with closing(StdioControlServer(WorkerControl(worker).call, _print)) as server:
             _serve_control(server, stop)

@@ -5,13 +5,13 @@ and must end if rank 0 ends.
 """
 
 import os
-import select
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from functools import partial
 
 from baton.system.garbage import imports
+from baton.system.parent import when_closed
 from engine.ranks.exit_codes import EXIT_ALONE
 
 
@@ -19,17 +19,9 @@ def main(serve: Callable[[], None]) -> None:
     """Runs `serve` until the process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager sends them to rank 0 too
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), name="rank-0-gone", daemon=True).start()
+    when_closed(int(sys.argv[1]), partial(os._exit, EXIT_ALONE))
 
     serve()
-
-
-def _end_with(connection: int) -> None:
-    """Ends this process when the connection closes. Only `serve` reads from the connection."""
-    poll = select.poll()
-    poll.register(connection, 0)  # waits only for the end of the connection
-    poll.poll()
-    os._exit(EXIT_ALONE)
 
 
 def _serve() -> None:

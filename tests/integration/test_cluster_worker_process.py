@@ -83,8 +83,9 @@ def test_cpus_without_threads_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "baton.yaml"
     path.write_text(f"model: {{path: {make_model_dir(tmp_path / 'tiny')}, dtype: float32}}\n")
     with start("--role", "decode", "--config", str(path), "--cpus", "0") as process:
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        assert process.wait(60) == 1
     assert "--cpus needs --threads" in errors
 
 
@@ -150,8 +151,10 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "baton.yaml"
     config.write_text(f"model: {{path: {tmp_path / 'nothing'}}}\n")
     with start("--role", "decode", "--config", str(config)) as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, err = process.stdout.read(), process.stderr.read()
+        assert process.wait(60) == 1
     assert err.count("\n") == 1
     assert "neither a folder, nor a GGUF file, nor a known name" in err
     with pytest.raises(ModelError, match="neither a folder, nor a GGUF file, nor a known name"):

@@ -3,8 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -171,21 +171,54 @@ def test_a_worker_that_can_never_start_ends_the_command_with_its_reason(tmp_path
         assert "max_model_len" in serve.stderr.splitlines()[-1]
 
 
-def test_ctrl_c_while_workers_load_leaves_no_shared_memory(folder: Path, tmp_path: Path) -> None:
-    """The workers are killed while they load. So none of them removes the file by which they lend cores."""
+@contextmanager
+def starting_for_ever(folder: Path, tmp_path: Path, moment: str) -> Iterator[ServeProcess]:
+    """`baton serve`, whose workers run a compiler without end: while they import, or while they load."""
+    stays = {
+        "imports": "    sys.meta_path.insert(0, Imports())\n",
+        "loads": "    from worker.host import EngineHost\n    EngineHost.start = stay\n",
+    }
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, time\n"
-        "if 'worker' in sys.orig_argv:\n"
-        "    from worker.host import EngineHost\n"
-        "    def start(_):\n"
-        "        print('it loads', file=sys.stderr, flush=True)\n"
-        "        time.sleep(600)\n"
-        "    EngineHost.start = start\n"
+        "import subprocess, sys\n"
+        "def stay(*_):\n"
+        "    compiler = subprocess.Popen(['sleep', '600'])\n"
+        "    print('it starts', file=sys.stderr, flush=True)\n"
+        "    compiler.wait()\n"
+        "class Imports:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'worker.process':\n"
+        "            stay()\n"
+        "if 'worker' in sys.orig_argv:\n" + stays[moment]
     )
     small = "--ray-address=none", "--prefill=0", "--kv-cache-memory-mib=8"
     imports = f"{tmp_path}:{Path(__file__).parents[2]}"
     with serving("--model", str(folder), *small, environment={"PYTHONPATH": imports}) as serve:
-        serve.wait_for_text("it loads")
+        serve.wait_for_text("it starts")
+        yield serve
+
+
+def test_ctrl_c_while_workers_load_leaves_no_shared_memory(folder: Path, tmp_path: Path) -> None:
+    """The workers are killed while they load. So none of them removes the file by which they lend cores."""
+    with starting_for_ever(folder, tmp_path, "loads") as serve:
         serve.interrupt()
         assert serve.wait_gone() == 0
         assert list(Path("/dev/shm").glob(f"baton-cpus-*-{serve.process.pid}-*")) == []
+
+
+@pytest.mark.parametrize("moment", ["imports", "loads"])
+def test_a_command_that_is_killed_leaves_no_starting_worker(
+    folder: Path, tmp_path: Path, moment: str
+) -> None:
+    with starting_for_ever(folder, tmp_path, moment) as serve:
+        serve.process.kill()
+        assert serve.wait_gone() == -signal.SIGKILL
+
+
+def test_a_worker_that_is_killed_while_it_compiles_leaves_no_compiler(folder: Path, tmp_path: Path) -> None:
+    with starting_for_ever(folder, tmp_path, "loads") as serve:
+        compilers = [each for each in serve.descendants() if each.name() == "sleep"]
+        workers = [compiler.parent() for compiler in compilers]
+        for worker in filter(None, workers):
+            worker.kill()
+        assert len(compilers) == 1
+        assert psutil.wait_procs(compilers, timeout=TIMEOUT_S)[1] == []
