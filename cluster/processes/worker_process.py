@@ -70,7 +70,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerUnavailable(f"{how_it_ended(self._process.wait())} before it was ready")
+            raise WorkerUnavailable(f"{how_it_ended(self.wait())} before it was ready")
         return endpoint_from_json(line)
 
     def control(self) -> StdioControlClient:
@@ -79,9 +79,12 @@ class WorkerProcess:
         assert self._process.stdout is not None
         return StdioControlClient(self.name, self._process.stdin, self._process.stdout)
 
-    def wait(self) -> int:
-        """Blocks until the process has ended; returns its exit code."""
-        return self._process.wait()
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Blocks until the process has ended; returns its exit code. Ends the processes that it left behind."""
+        if (code := self._process.returncode) is None:
+            code = self._process.wait(timeout_s)
+            self._kill_group()
+        return code
 
     def ask_to_end(self) -> None:
         """Sends SIGTERM, after which a worker ends cleanly."""
@@ -90,10 +93,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Ends the process by SIGKILL, and the processes that it has started, such as a compiler of kernels."""
         if self._process.poll() is None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it has ended, and `wait` of another thread knows so
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
 
     def close(self) -> None:
         """Closes the pipes. A process that still runs ends then."""
@@ -106,10 +106,14 @@ class WorkerProcess:
         """Lets the worker end by itself, or kills it after STOP_TIMEOUT_S; returns its exit code."""
         self.close()
         try:
-            return self._process.wait(STOP_TIMEOUT_S)
+            return self.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            return self._process.wait()
+            return self.wait()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def how_it_ended(code: int) -> str:

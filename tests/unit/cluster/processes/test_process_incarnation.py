@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -190,7 +191,10 @@ def test_a_workers_configuration_is_on_no_disk(monkeypatch: pytest.MonkeyPatch) 
     assert worker.stop() == 0
 
 
-def test_a_killed_worker_leaves_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kill", [WorkerProcess.kill, lambda worker: os.kill(worker.pid, signal.SIGKILL)])
+def test_a_worker_that_is_killed_or_dies_leaves_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, kill: Callable[[WorkerProcess], None]
+) -> None:
     real = subprocess.Popen
     compiling = ["sh", "-c", "sleep 600 & echo $!; wait"]
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: real(compiling, **options))
@@ -198,7 +202,7 @@ def test_a_killed_worker_leaves_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert worker._process.stdout is not None
     compiler = psutil.Process(int(worker._process.stdout.readline()))
     try:
-        worker.kill()
+        kill(worker)
         assert worker.wait() == -signal.SIGKILL
         compiler.wait(60)
     finally:
