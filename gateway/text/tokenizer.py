@@ -1,6 +1,7 @@
 """Tokenizer: the tokenizer and chat template of a model folder."""
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -54,9 +55,10 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._token_bytes = TokenBytes(self.backend)
-        vocabulary = _vocabulary(self.backend)
-        self.longest_token = max(map(len, vocabulary.ids), default=1)
+        ids = self.backend.get_vocab()
+        self.longest_token = max(map(len, ids), default=1)
         """Number of characters of the longest token."""
+        vocabulary = vocabulary_of(self.backend, ids.values())
         template = self._template_source()
         if template is None and answer_format is not None:
             raise ConfigError(
@@ -67,9 +69,7 @@ class Tokenizer:
         )
         """None: the model has no chat template, so it has no conversations."""
         kept = {} if self.answer_format is None else self.answer_format.kept_special_tokens
-        self.kept_tokens = {
-            vocabulary.ids[token]: text for token, text in kept.items() if token in vocabulary.ids
-        }
+        self.kept_tokens = {ids[token]: text for token, text in kept.items() if token in ids}
         """Special tokens that stay in an answer's text, since the answer format needs them."""
 
     @property
@@ -209,10 +209,11 @@ def _in_whole_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _vocabulary(backend: "RustTokenizer") -> Vocabulary:
+def vocabulary_of(backend: "RustTokenizer", ids: Iterable[int]) -> Vocabulary:
+    """Keeps no dictionary of the ids, which would take 100 bytes for each token."""
     added = backend.get_added_tokens_decoder()
     special_ids = {token_id for token_id, token in added.items() if token.special}
-    return Vocabulary(backend.get_vocab(), special_ids)
+    return Vocabulary(backend.token_to_id, array("I", sorted(set(ids) - special_ids)))
 
 
 def _by_transformers(folder: Path) -> Any:

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from baton.sampling import GrammarKind, StructuredOutput
-from gateway.conversation import Vocabulary
 from gateway.conversation.formats import deepseek, glm, harmony_parser, minimax, olmo
+from gateway.text.tokenizer import vocabulary_of
 from tests.factories.models import EOS_TOKEN_ID, make_tokenizer
 
 MARKERS = (
@@ -34,10 +34,7 @@ class Guide:
             self.tokenizer.add_tokens(
                 [AddedToken(marker, special=True, normalized=False) for marker in MARKERS]
             )
-        added = self.tokenizer.get_added_tokens_decoder()
-        self.vocabulary = Vocabulary(
-            self.tokenizer.get_vocab(), {token_id for token_id, token in added.items() if token.special}
-        )
+        self.vocabulary = vocabulary_of(self.tokenizer, self.tokenizer.get_vocab().values())
         self.library = llguidance.LLTokenizer(
             self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=[EOS_TOKEN_ID]
         )

@@ -53,7 +53,7 @@ class HarmonyFormat:
     def __init__(self, template: ChatTemplate, vocabulary: Vocabulary) -> None:
         self._template = template
         self._vocabulary = vocabulary
-        self._prefix = SPECIAL if all(token in vocabulary.ids for token in TOKENS) else ""
+        self._prefix = "" if None in map(vocabulary.id_of, TOKENS) else SPECIAL
         """The text before each of the format's tokens in an answer's text. Empty: the tokens are ordinary text."""
 
     @property

@@ -314,7 +314,7 @@ def test_a_text_that_spells_the_beginning_of_a_token_goes_on(guide: Guide, token
 
 def test_a_guided_call_ends_with_the_token_that_ends_the_turn() -> None:
     guide = GUIDES["markers are tokens"]
-    ends = [guide.vocabulary.ids[token] for token in ("<|return|>", "<|call|>")]
+    ends = [guide.tokenizer.get_vocab()[token] for token in ("<|return|>", "<|call|>")]
     library = llguidance.LLTokenizer(
         guide.tokenizer.to_str(), n_vocab=guide.tokenizer.get_vocab_size(), eos_token=ends
     )
