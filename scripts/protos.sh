@@ -12,6 +12,9 @@ PATH="$(dirname "$(command -v "$python")"):$PATH" "$python" -m grpc_tools.protoc
     --python_out="$out" --grpc_python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" \
     protos/baton/v1/*.proto protos/vllm/grpc/engine/*.proto protos/smg/grpc/common/*.proto
 
+# A file without a service needs no code for gRPC.
+grep -L "class .*Stub" "$out"/*/*/*_grpc.py* "$out"/*/*/*/*_grpc.py* | xargs -r rm
+
 others=gateway/grpc/generated
 mkdir -p "$out/$others"
 mv "$out"/vllm/grpc/engine/* "$out"/smg/grpc/common/* "$out/$others/"
