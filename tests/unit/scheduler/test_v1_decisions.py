@@ -4,8 +4,7 @@ If a difference from V1 is intended, add it to the list there, and remove its wo
 """
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,31 +39,18 @@ def decide(workload: Workload, *, is_async: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("drafts", "windows")])
-def test_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
-    check(kind, is_async=is_async)
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_c61_every_step_with_drafts_is_what_v1_decided(is_async: bool) -> None:
-    check("drafts", is_async=is_async)
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_every_step_with_windows_is_what_v1_decided(is_async: bool) -> None:
-    check("windows", is_async=is_async)
+@pytest.mark.parametrize("kind", KINDS)
+def test_c61_every_step_is_what_v1_decided(kind: str, is_async: bool) -> None:
+    """`drafts` is a kind of workloads, too, and `windows`."""
+    for workload, expected in recorded(kind):
+        difference = first_difference(expected, decide(workload, is_async=is_async))
+        assert difference is None, f"workload {workload.seed}, {workload.settings}\n{difference}"
 
 
 @pytest.mark.parametrize(("kind", "by_hand"), [("drafts", BY_HAND), ("windows", WINDOWS_BY_HAND)])
 def test_workloads_made_by_hand_are_recorded_as_they_are(kind: str, by_hand: dict[str, Workload]) -> None:
     made = [workload for workload, _ in recorded(kind) if workload.seed < 0]
     assert made == list(by_hand.values())
-
-
-def check(kind: str, *, is_async: bool) -> None:
-    for workload, expected in recorded(kind):
-        difference = first_difference(expected, decide(workload, is_async=is_async))
-        assert difference is None, f"workload {workload.seed}, {workload.settings}\n{difference}"
 
 
 def test_the_recordings_are_full_of_what_schedulers_get_wrong() -> None:
@@ -103,14 +89,28 @@ def _sort_of(word: str) -> str:
     ],
 )
 def test_a_scheduler_that_mistakes_a_setting_is_found_out(name: str, change: Callable[[Any], Any]) -> None:
+    recordings = [
+        (workload, expected)
+        for workload, expected in [*recorded("fcfs"), *recorded("priority")]
+        if workload.settings.enable_chunked_prefill or name == "enable_chunked_prefill"
+    ]
+    assert_found_out(recordings, lambda settings: replace(settings, **{name: change(getattr(settings, name))}))
+
+
+def assert_found_out(
+    recordings: Iterable[Recorded], change: Callable[[Settings], Settings], enough: int = ENOUGH
+) -> None:
+    """A scheduler that fails is found out, too. A longest request that does not fit proves nothing."""
     num_found = 0
-    for workload, expected in [*recorded("fcfs"), *recorded("priority")]:
-        settings = workload.settings
-        if settings.enable_chunked_prefill or name == "enable_chunked_prefill":
-            changed = replace(settings, **{name: change(getattr(settings, name))})
-            got = decide(replace(workload, settings=changed))
+    for workload, expected in recordings:
+        try:
+            got = decide(replace(workload, settings=change(workload.settings)))
             num_found += first_difference(expected, got) is not None
-        if num_found == ENOUGH:
+        except AssertionError:
+            num_found += 1
+        except InvalidRequest:
+            pass
+        if num_found == enough:
             return
     raise AssertionError(f"only {num_found} workloads show it")
 
@@ -145,39 +145,22 @@ def drop_a_draft(original: Any, self: Speculation, request: Request, num_tokens:
 def test_c61_a_scheduler_that_mistakes_drafts_is_found_out(
     name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, num_found = getattr(Speculation, name), 0
+    original = getattr(Speculation, name)
     monkeypatch.setattr(Speculation, name, lambda *args: broken(original, *args))
-    for workload, expected in recorded("drafts")[:30]:
-        try:
-            num_found += first_difference(expected, decide(workload)) is not None
-        except AssertionError:
-            num_found += 1
-        if num_found == ENOUGH - 2:
-            return
-    raise AssertionError(f"only {num_found} workloads show it")
+    assert_found_out(recorded("drafts")[:30], lambda settings: settings, ENOUGH - 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    "change",
     [
-        ("window", lambda settings: replace(settings, window=settings.window + settings.block_size)),
-        ("one group more", lambda settings: replace(settings, num_windowed=settings.num_windowed + 1)),
-        ("no window", lambda settings: replace(settings, num_full=2, num_windowed=0, window=0)),
+        lambda settings: replace(settings, window=settings.window + settings.block_size),
+        lambda settings: replace(settings, num_windowed=settings.num_windowed + 1),
+        lambda settings: replace(settings, num_full=2, num_windowed=0, window=0),
     ],
+    ids=["window", "one group more", "no window"],
 )
-def test_a_scheduler_that_mistakes_windows_is_found_out(
-    name: str, change: Callable[[Settings], Settings]
-) -> None:
-    num_found = 0
-    for workload, expected in recorded("windows"):
-        with suppress(
-            InvalidRequest
-        ):  # with these groups its longest request does not fit, which proves nothing
-            got = decide(replace(workload, settings=change(workload.settings)))
-            num_found += first_difference(expected, got) is not None
-        if num_found == ENOUGH:
-            return
-    raise AssertionError(f"only {num_found} workloads show {name}")
+def test_a_scheduler_that_mistakes_windows_is_found_out(change: Callable[[Settings], Settings]) -> None:
+    assert_found_out(recorded("windows"), change)
 
 
 def forget_the_window(_original: Any, _self: KVGroups, *_counts: int) -> int:
@@ -194,16 +177,9 @@ def forget_a_row_too_early(original: Any, self: KVGroups, num_tokens: int, block
 def test_a_scheduler_that_gives_back_the_wrong_blocks_is_found_out(
     broken: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, num_found = KVGroups.num_rows_before_window, 0
+    original = KVGroups.num_rows_before_window
     monkeypatch.setattr(KVGroups, "num_rows_before_window", lambda *args: broken(original, *args))
-    for workload, expected in recorded("windows"):
-        try:
-            num_found += first_difference(expected, decide(workload)) is not None
-        except AssertionError:
-            num_found += 1
-        if num_found == ENOUGH:
-            return
-    raise AssertionError(f"only {num_found} workloads show it")
+    assert_found_out(recorded("windows"), lambda settings: settings)
 
 
 def test_a_planted_difference_is_shown_with_the_steps_before_it() -> None:

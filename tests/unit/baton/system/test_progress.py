@@ -38,12 +38,6 @@ def test_an_idle_thread_makes_no_progress_and_is_no_hang() -> None:
     assert scene.noticed_after(1_000.0) is None
 
 
-def test_a_piece_that_teaches_nothing_yet_gets_the_whole_limit() -> None:
-    scene = Scene()
-    scene.progress.begin()
-    assert scene.noticed_after(100.0) == pytest.approx(LIMIT_S, abs=0.5)
-
-
 def test_the_report_names_the_thread_the_time_and_the_limit() -> None:
     scene = Scene()
     scene.progress.begin()
@@ -53,45 +47,29 @@ def test_the_report_names_the_thread_the_time_and_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest_s", "limit_s"), [(0.01, LEAST_S), (1.0, 20.0), (5.0, LIMIT_S)], ids=["least", "learned", "most"]
+    ("least_s", "learned", "size", "limit_s"),
+    [
+        pytest.param(LEAST_S, [], 1, LIMIT_S, id="nothing learned yet: the most"),
+        pytest.param(LEAST_S, [(0.01, 1), (0.001, 1)], 1, LEAST_S, id="least"),
+        pytest.param(LEAST_S, [(1.0, 1), (0.001, 1)], 1, 20.0, id="twenty times the longest piece of late"),
+        pytest.param(LEAST_S, [(5.0, 1), (0.001, 1)], 1, LIMIT_S, id="most"),
+        pytest.param(LEAST_S, [(1.0, 1), *[(0.001, 1)] * 520], 1, LEAST_S, id="long ago is forgotten"),
+        pytest.param(LEAST_S, [(1.0, 100)], 100, 20.0, id="as large"),
+        pytest.param(LEAST_S, [(1.0, 100)], 50, 20.0, id="a smaller piece gets no less"),
+        pytest.param(LEAST_S, [(1.0, 100)], 200, 40.0, id="a larger piece gets more in proportion"),
+        pytest.param(LEAST_S, [(1.0, 100)], 301, LIMIT_S, id="much larger: the most"),
+        pytest.param(LEAST_S, [(0.001, 0)], 512, LIMIT_S, id="pieces without a size teach nothing"),
+        pytest.param(None, [(0.1, 1)], 1, LIMIT_S, id="without a least limit nothing is learned"),
+    ],
 )
-def test_a_limit_is_twenty_times_the_longest_piece_of_late(longest_s: float, limit_s: float) -> None:
-    scene = Scene()
-    scene.work(longest_s)
-    scene.work(0.001)
-    scene.progress.begin()
-    assert scene.noticed_after(100.0) == pytest.approx(limit_s, abs=0.5)
-
-
-def test_what_was_learned_long_ago_is_forgotten() -> None:
-    scene = Scene()
-    scene.work(1.0)
-    for _ in range(520):
-        scene.work(0.001)
-    scene.progress.begin()
-    assert scene.noticed_after(100.0) == pytest.approx(LEAST_S, abs=0.5)
-
-
-@pytest.mark.parametrize(("size", "limit_s"), [(100, 20.0), (50, 20.0), (200, 40.0), (301, LIMIT_S)])
-def test_a_larger_piece_gets_more_in_proportion(size: int, limit_s: float) -> None:
-    scene = Scene()
-    scene.work(1.0, size=100)
+def test_the_limit_of_a_piece_follows_from_the_pieces_before_it(
+    least_s: float | None, learned: list[tuple[float, int]], size: int, limit_s: float
+) -> None:
+    scene = Scene(least_s)
+    for seconds, size_before in learned:
+        scene.work(seconds, size_before)
     scene.progress.begin(size)
     assert scene.noticed_after(100.0) == pytest.approx(limit_s, abs=0.5)
-
-
-def test_pieces_without_a_size_teach_nothing() -> None:
-    scene = Scene()
-    scene.work(0.001, size=0)
-    scene.progress.begin(512)
-    assert scene.noticed_after(100.0) == pytest.approx(LIMIT_S, abs=0.5)
-
-
-def test_without_a_least_limit_nothing_is_learned() -> None:
-    scene = Scene(least_s=None)
-    scene.work(0.1)
-    scene.progress.begin()
-    assert scene.noticed_after(100.0) == pytest.approx(LIMIT_S, abs=0.5)
 
 
 def test_many_short_pieces_are_progress() -> None:
