@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from baton.clock import SystemClock
 from baton.config import BatonConfig
 from baton.kv import OnLoadFailure, WorkerRef
@@ -158,13 +160,23 @@ class EnginesOf:
         num_ranks: int = 1,
         folder: Path | None = None,
         speculation: Mapping[str, object] | None = None,
+        *,
+        is_interpreted: bool = False,
         **scheduler: Any,
     ) -> WholeEngine:
         """Starts an engine.
 
-        `folder` is that of another model; `speculation` is that section of the configuration.
+        `folder` is that of another model; `speculation` is that section of the configuration. `is_interpreted`: a GPU's
+        engine, whose kernels are interpreted.
         """
-        engine = WholeEngine(folder or self._folder, name, self._news, num_ranks, speculation, **scheduler)
+        with pytest.MonkeyPatch.context() as patch:
+            if is_interpreted:
+                from tests.factories.interpreted_engine import interpret_kernels  # others need no Triton
+
+                interpret_kernels(patch)
+            engine = WholeEngine(
+                folder or self._folder, name, self._news, num_ranks, speculation, **scheduler
+            )
         self._engines.append(engine)
         return engine
 

@@ -33,15 +33,11 @@ from engine.runner_parts import make_runner
 from scheduler import Scheduler
 from tests.factories.engine import FakeBlockMover, make_grammars
 from tests.factories.models import WINDOWED, make_model_dir
-from tests.kernels.device_parts import SMALL, make_parts
+from tests.kernels.device_parts import OF_PADDED_ROWS, SMALL, make_parts
 from worker.core import EngineCore
 from worker.kv_connector_scheduler import KVConnectorScheduler
 
-# Rows that pad a step contain arbitrary memory; their results are not used.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = OF_PADDED_ROWS
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 4

@@ -12,14 +12,10 @@ import torch
 from engine.families import Family
 from tests.factories.families import CASES
 from tests.factories.models import make_model_dir
-from tests.kernels.device_parts import SMALL
+from tests.kernels.device_parts import OF_PADDED_ROWS, SMALL
 from tests.kernels.test_device_engine import assert_same, make_config, on_cpu, on_device
 
-# Rows that pad a step contain arbitrary memory; their results are not used.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = OF_PADDED_ROWS
 
 IN_CI = ("olmo2", "gemma3, scaled, capped", "gpt oss", "deepseek v3")
 

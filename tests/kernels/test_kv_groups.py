@@ -3,8 +3,6 @@
 `test_device_engine.py` compares tokens on a GPU, too; here the kernels are always interpreted.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ if torch.cuda.is_available():
 from baton.kv_groups import KVGroups
 from tests.factories.greedy_answers import answers_of, greedy_by_transformers, greedy_request
 from tests.factories.models import make_model_dir
-from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
-from tests.kernels.device_parts import SMALL
+from tests.factories.whole_engines import EnginesOf, hand_over
+from tests.kernels.device_parts import OF_PADDED_ROWS, SMALL
 from tests.kernels.test_device_engine import IN_GROUPS
 
 WINDOW, NUM_TOKENS, BLOCK_SIZE = 24, 3, 8
@@ -27,11 +25,7 @@ LONGEST = 56
 LENGTHS = (3, 24, LONGEST)
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "block_size": BLOCK_SIZE, "num_blocks": 100}
 
-# Rows that pad a step contain arbitrary memory; their results are not used.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = OF_PADDED_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +39,6 @@ def expected(folder: Path) -> dict[int, list[int]]:
     return greedy_by_transformers(folder, LENGTHS, NUM_TOKENS)
 
 
-@contextmanager
-def interpreting() -> Iterator[None]:
-    from tests.factories.interpreted_engine import (
-        interpret_kernels,
-    )  # the process that compiles kernels imports this file, too
-
-    with pytest.MonkeyPatch.context() as patch:
-        interpret_kernels(patch)
-        yield
-
-
-def start(engines: EnginesOf, name: str, *, on_gpu: bool, **settings: Any) -> WholeEngine:
-    """An engine as on a GPU, or one on a CPU."""
-    if not on_gpu:
-        return engines.start(name, **(SETTINGS | settings))
-    with interpreting():
-        return engines.start(name, **(SETTINGS | settings))
-
-
 def test_c27_blocks_that_left_the_window_serve_again(
     engines: EnginesOf, expected: dict[int, list[int]]
 ) -> None:
@@ -72,7 +47,7 @@ def test_c27_blocks_that_left_the_window_serve_again(
     most_of_window = -(-(WINDOW - 1 + 16) // BLOCK_SIZE) + 1
     num_blocks = -(-(LONGEST + NUM_TOKENS) // BLOCK_SIZE) + 2 * most_of_window
     tight = {"num_blocks": num_blocks + 1, "max_num_batched_tokens": 16}
-    engine = start(engines, "d", on_gpu=True, **tight)
+    engine = engines.start("d", is_interpreted=True, **(SETTINGS | tight))
     assert engine.model.layer_groups.groups == GROUPS
     assert num_blocks < 3 * -(-LONGEST // BLOCK_SIZE)
     for num_hits in (0, 48):
@@ -93,7 +68,8 @@ def test_c27_a_hand_over_sends_only_what_windows_reach(
     engines: EnginesOf, expected: dict[int, list[int]], *, from_gpu: bool, to_gpu: bool
 ) -> None:
     """Engines of both kinds agree on what a block is, and on what has left the window."""
-    prefill, decode = start(engines, "p", on_gpu=from_gpu), start(engines, "d", on_gpu=to_gpu)
+    prefill = engines.start("p", is_interpreted=from_gpu, **SETTINGS)
+    decode = engines.start("d", is_interpreted=to_gpu, **SETTINGS)
     for length in LENGTHS:
         hand_over(prefill, decode, greedy_request(length, NUM_TOKENS))
     engines.run()

@@ -20,15 +20,11 @@ from engine.layers.triton_backend import TritonBackend
 from engine.loading.loader import load_model
 from engine.pipeline import StreamPipeline
 from tests.factories.models import make_model_dir
-from tests.kernels.device_parts import SMALL
+from tests.kernels.device_parts import OF_PADDED_ROWS, SMALL
 from tests.kernels.test_device_engine import Answers, answers_of, make_config
 from tests.unit.engine.test_kv_scales import add_scales
 
-# Rows that pad a step contain arbitrary memory; their results are not used.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = OF_PADDED_ROWS
 
 HEADS = "model.layers.0.self_attn"
 SCALE = KVScale(2.0**-8, 2.0**-9)

@@ -15,18 +15,14 @@ if torch.cuda.is_available():
 from tests.factories.families import DEEPSEEK_V3
 from tests.factories.greedy_answers import answers_of, greedy_by_transformers, greedy_request
 from tests.factories.models import make_model_dir
-from tests.factories.whole_engines import EnginesOf, WholeEngine, hand_over
-from tests.kernels.device_parts import SMALL
+from tests.factories.whole_engines import EnginesOf, hand_over
+from tests.kernels.device_parts import OF_PADDED_ROWS, SMALL
 
 NUM_TOKENS, BLOCK_SIZE = 3, 8
 LENGTHS = (3, 24, 37)
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "block_size": BLOCK_SIZE, "num_blocks": 40}
 
-# Rows that pad a step contain arbitrary memory; their results are not used.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = OF_PADDED_ROWS
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +39,6 @@ def expected(folder: Path) -> dict[int, list[int]]:
     return greedy_by_transformers(folder, LENGTHS, NUM_TOKENS)
 
 
-def start(
-    engines: EnginesOf, name: str, num_ranks: int = 1, *, on_gpu: bool = True, **settings: Any
-) -> WholeEngine:
-    """An engine as on a GPU, or one on a CPU."""
-    from tests.factories.interpreted_engine import (
-        interpret_kernels,
-    )  # the process that compiles kernels imports this file, too
-
-    with pytest.MonkeyPatch.context() as patch:
-        if on_gpu:
-            interpret_kernels(patch)
-        return engines.start(name, num_ranks, **(SETTINGS | settings))
-
-
 @pytest.mark.parametrize(
     ("from_gpu", "to_gpu", "num_consumers"),
     [pytest.param(True, True, 1, marks=pytest.mark.by_hand), (False, True, 1), (True, False, 2)],
@@ -65,8 +47,8 @@ def start(
 def test_a_hand_over_brings_each_rank_the_latents_once(
     engines: EnginesOf, expected: dict[int, list[int]], *, from_gpu: bool, to_gpu: bool, num_consumers: int
 ) -> None:
-    prefill = start(engines, "p", on_gpu=from_gpu)
-    decode = start(engines, "d", num_consumers, on_gpu=to_gpu)
+    prefill = engines.start("p", is_interpreted=from_gpu, **SETTINGS)
+    decode = engines.start("d", num_consumers, is_interpreted=to_gpu, **SETTINGS)
     for length in LENGTHS:
         hand_over(prefill, decode, greedy_request(length, NUM_TOKENS))
     engines.run()
@@ -77,13 +59,8 @@ def test_a_hand_over_brings_each_rank_the_latents_once(
 
 
 def test_latents_that_were_swapped_out_come_back(engines: EnginesOf, expected: dict[int, list[int]]) -> None:
-    tight: dict[str, Any] = {
-        "num_blocks": 9,
-        "preemption": "swap",
-        "max_num_batched_tokens": 16,
-        "num_swap_blocks": 12,
-    }
-    engine = start(engines, "d", **tight)
+    tight = {"num_blocks": 9, "preemption": "swap", "max_num_batched_tokens": 16, "num_swap_blocks": 12}
+    engine = engines.start("d", is_interpreted=True, **(SETTINGS | tight))
     for length in LENGTHS:
         engine.add(greedy_request(length, NUM_TOKENS))
     engines.run()

@@ -94,7 +94,9 @@ def test_a_scheduler_that_mistakes_a_setting_is_found_out(name: str, change: Cal
         for workload, expected in [*recorded("fcfs"), *recorded("priority")]
         if workload.settings.enable_chunked_prefill or name == "enable_chunked_prefill"
     ]
-    assert_found_out(recordings, lambda settings: replace(settings, **{name: change(getattr(settings, name))}))
+    assert_found_out(
+        recordings, lambda settings: replace(settings, **{name: change(getattr(settings, name))})
+    )
 
 
 def assert_found_out(
