@@ -1,9 +1,18 @@
 """What the bodies of all APIs have in common: strict fields, and fields that are refused by name."""
 
-from typing import Annotated, Literal, TypeVar
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.strict_json import MAX_INTEGER, MIN_INTEGER
 
@@ -35,14 +44,25 @@ PARSED = "Accepted and ignored: `parse` and `stream` of the `openai` package add
 NotSupported = Annotated[None, BeforeValidator(_refuse), Field(description="Not supported; only `null`.")]
 
 
-def _refuse_number(value: object) -> object:
-    if not isinstance(value, bool) and value == 0:
-        raise PydanticKnownError("literal_error", {"expected": "False"})
-    return value
+@dataclass(frozen=True, eq=False)  # `typing` takes equal annotations for the same, and True equals 1.0
+class Only:
+    """`Annotated[None, Only(value)]` is the type of a field that may only have this value, which changes nothing."""
 
+    value: bool | float | str | list[None]
 
-OnlyFalse = Annotated[Literal[False], BeforeValidator(_refuse_number)]
-"""The type of a field that may only be false. In Python, 0 equals False, so `Literal` alone would also accept 0."""
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [self.value, None], "description": "Has no effect; other values are not supported."}
+
+    def _check(self, given: object) -> None:
+        is_same_type = isinstance(given, bool) == isinstance(self.value, bool)  # in Python, 0 equals False
+        if given is not None and not (is_same_type and given == self.value):
+            value = repr(self.value) if isinstance(self.value, str) else json.dumps(self.value)
+            raise PydanticCustomError("not_supported", "only {value} is supported", {"value": value})
 
 
 class Body(BaseModel):

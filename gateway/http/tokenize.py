@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest
 from gateway.auth.callers import Caller
 from gateway.conversation import Conversation
 from gateway.conversation.template import check_template_options
-from gateway.http.body import Body, TokenId
+from gateway.http.body import Body, NotSupported, Only, TokenId
 from gateway.http.description import ERRORS
 from gateway.http.errors import in_terms_of
 from gateway.http.json_route import JsonRoute
@@ -46,6 +46,12 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = Field(
         None, description="Also return the tokens as written in the vocabulary; default false."
     )
+
+    # vLLM's fields that Baton does not have
+    chat_template: NotSupported = None
+    continue_final_message: Annotated[None, Only(False)] = None
+    media_io_kwargs: NotSupported = None
+    mm_processor_kwargs: NotSupported = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

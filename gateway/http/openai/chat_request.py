@@ -8,7 +8,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.conversation import Conversation
 from gateway.conversation.template import MAX_OPTIONS, TemplateValue, check_template_options
-from gateway.http.body import NotSupported, OnlyFalse, Whole
+from gateway.http.body import NotSupported, Only, Whole
 from gateway.http.openai.fields import Effort, GenerationFields, reasoning_of
 from gateway.http.openai.messages import Messages, chat_messages_of
 from gateway.http.openai.tools import NamedTool, ToolChoiceField, Tools, tool_choice_of, tools_of
@@ -38,7 +38,7 @@ class ChatCompletionRequest(GenerationFields):
         None,
         description="How much the model thinks first; a level has no effect if the model's template has none.",
     )
-    store: OnlyFalse | None = Field(None, description="Nothing is stored.")
+    store: Annotated[None, Only(False)] = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
@@ -63,6 +63,15 @@ class ChatCompletionRequest(GenerationFields):
     prompt_cache_retention: NotSupported = None
     verbosity: NotSupported = None
     web_search_options: NotSupported = None
+
+    # Only in vLLM's chats
+    add_generation_prompt: Annotated[None, Only(True)] = None
+    add_special_tokens: Annotated[None, Only(False)] = None
+    chat_template: NotSupported = None
+    continue_final_message: Annotated[None, Only(False)] = None
+    documents: NotSupported = None
+    echo: Annotated[None, Only(False)] = None
+    return_prompt_text: Annotated[None, Only(False)] = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
-from gateway.http.body import NotSupported, TokenId, Whole
+from gateway.http.body import NotSupported, Only, TokenId, Whole
 from gateway.http.openai.fields import GenerationFields
 
 DEFAULT_MAX_TOKENS = 16
@@ -56,16 +56,15 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = Field(
         None, description="Repeat the prompt before the answer. logprobs then begin with the prompt's tokens."
     )
-    best_of: Whole[int | None] = Field(None, ge=1, description="Must equal n: all answers are returned.")
     suffix: NotSupported = None
+
+    # Only in vLLM's completions
+    add_special_tokens: Annotated[None, Only(True)] = None
+    prompt_embeds: NotSupported = None
+    thinking_token_budget: NotSupported = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
-        if self.best_of is not None and self.best_of != self.num_samples:
-            raise InvalidRequest(
-                "best_of",
-                f"must equal n ({self.num_samples}), got {self.best_of}; set only n",
-            )
         if self.is_only_echo and not self.echo:
             raise InvalidRequest("max_tokens", "must be greater than or equal to 1 without echo, got 0")
         if self.is_only_echo and self.min_tokens:

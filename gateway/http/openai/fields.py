@@ -3,7 +3,7 @@
 `null` means that a field is absent, as in OpenAI's API. Unsupported fields are refused by name.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, SamplingParams
 from gateway.choices import MAX_CHOICES
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body, OnlyFalse, Whole
+from gateway.http.body import Body, Only, Whole
 from gateway.http.openai.structured import (
     OldGuided,
     ResponseFormat,
@@ -19,6 +19,7 @@ from gateway.http.openai.structured import (
     structured_output_of,
 )
 from gateway.http.sampling_fields import ModelName, PromptCacheKey, RequestId, SamplingFields
+from gateway.http.vllm_fields import VLLMGenerationFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -39,15 +40,16 @@ class StreamOptions(Body):
         None,
         description="vLLM's extension: with include_usage, every chunk has the usage so far; default false.",
     )
-    include_obfuscation: OnlyFalse | None = None
+    include_obfuscation: Annotated[None, Only(False)] = None
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, VLLMGenerationFields):
     """The fields that both kinds of completions have."""
 
     prompt_cache_key: PromptCacheKey | None = None
     model: ModelName
     n: Whole[int | None] = Field(None, ge=1, le=MAX_CHOICES, description="Number of independent answers.")
+    best_of: Whole[int | None] = Field(None, ge=1, description="Must equal n: all answers are returned.")
     stream: bool | None = Field(None, description="Server-sent events, one for each piece of the answer.")
     stream_options: StreamOptions | None = None
     max_tokens: Whole[int | None] = Field(
@@ -80,6 +82,10 @@ class GenerationFields(SamplingFields):
     def _check_together(self) -> Self:
         """Refuses fields that are valid alone but not together. Raises InvalidRequest, which pydantic does not
         catch."""
+        if self.best_of is not None and self.best_of != self.num_samples:
+            raise InvalidRequest(
+                "best_of", f"must equal n ({self.num_samples}), got {self.best_of}; set only n"
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
         if self.prompt_logprobs is not None and self.stream:

@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGPROBS, GrammarKind, SamplingParams, StructuredOutput
 from gateway.conversation import ReasoningOptions
-from gateway.http.body import Body, NotSupported, OnlyFalse, Whole
+from gateway.http.body import Body, NotSupported, Only, Whole
 from gateway.http.openai.fields import Effort, reasoning_of
 from gateway.http.responses.items import MAX_ID_CHARACTERS, InputItem, InputItems, MessageItem
 from gateway.http.responses.tools import MAX_TOOLS, ResponseTool, ToolChoiceField
 from gateway.http.sampling_fields import ModelName, PromptCacheKey, SamplingFields
+from gateway.http.vllm_fields import VLLMFields
 from gateway.preprocess import UNLIMITED
 
 MAX_PAIRS = 16
@@ -87,7 +88,7 @@ class ReasoningFields(Body):
 class ResponseStreamOptions(Body):
     """Options of a stream."""
 
-    include_obfuscation: OnlyFalse | None = None
+    include_obfuscation: Annotated[None, Only(False)] = None
 
 
 class PromptFields(Body):
@@ -138,7 +139,7 @@ class InputTokensRequest(PromptFields):
     personality: NotSupported = None
 
 
-class ResponseRequest(PromptFields, SamplingFields):
+class ResponseRequest(PromptFields, SamplingFields, VLLMFields):
     """OpenAI's fields work as OpenAI documents them, except as described here."""
 
     model: ModelName
@@ -175,7 +176,7 @@ class ResponseRequest(PromptFields, SamplingFields):
         None, description="Accepted and ignored: Codex describes itself here."
     )
     service_tier: Literal["auto", "default"] | None = None
-    background: OnlyFalse | None = None
+    background: Annotated[None, Only(False)] = None
     prompt_cache_key: PromptCacheKey | None = None
 
     access_programs: NotSupported = None
@@ -186,6 +187,15 @@ class ResponseRequest(PromptFields, SamplingFields):
     prompt: NotSupported = None
     prompt_cache_options: NotSupported = None
     prompt_cache_retention: NotSupported = None
+
+    # Only in vLLM's responses
+    chat_template_kwargs: NotSupported = None
+    enable_response_messages: Annotated[None, Only(False)] = None
+    include_reasoning: Annotated[None, Only(True)] = None
+    previous_input_messages: NotSupported = None
+    request_id: NotSupported = None
+    skip_special_tokens: Annotated[None, Only(True)] = None
+    structured_outputs: NotSupported = None
 
     @model_validator(mode="after")
     def _check_response(self) -> Self:

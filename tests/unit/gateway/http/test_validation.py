@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.http import tokenize
 from gateway.http.anthropic.message_request import MessagesRequest
-from gateway.http.body import Body, OnlyFalse
+from gateway.http.body import Body, Only
 from gateway.http.openai.chat_request import ChatCompletionRequest
 from gateway.http.openai.completion_request import CompletionRequest
 from gateway.http.responses.create_request import ResponseRequest
@@ -36,7 +36,7 @@ class Form(BaseModel):
     number: int = 0
     content: str | list[Part] = ""
     form: Annotated[str | None, Field(max_length=3)] = None
-    stored: OnlyFalse | None = None
+    stored: Annotated[None, Only(False)] = None
     # a field of the same name as the type that pydantic names on the way to it
     nested: "Form | None" = None
     animal: Annotated[Cat | Dog | None, Field(discriminator="type")] = None
@@ -56,8 +56,8 @@ def problem(body: dict[str, Any], model: type[BaseModel] = Form) -> tuple[str, s
     [
         ({"number": "1"}, "number", "must be a valid integer, got '1'"),
         ({"number": True}, "number", "must be a valid integer, got true"),
-        ({"stored": True}, "stored", "must be false, got true"),
-        ({"stored": 0}, "stored", "must be false, got 0"),
+        ({"stored": True}, "stored", "only false is supported, got true"),
+        ({"stored": 0}, "stored", "only false is supported, got 0"),
         ({"nmber": 1}, "nmber", "unknown field; remove it"),
         ({"content": 1}, "content", "must be a valid string or must be a valid list, got 1"),
         ({"content": [{"kind": "text"}]}, "content.0.text", "required, but missing"),

@@ -17,7 +17,6 @@ from openai.types.responses.input_token_count_params import InputTokenCountParam
 from pydantic import TypeAdapter, ValidationError
 
 from baton.errors import InvalidRequest
-from gateway.http.body import NotSupported
 from gateway.http.responses.answers import ResponseObject
 from gateway.http.responses.create_request import (
     InputTokensRequest,
@@ -55,11 +54,8 @@ def test_the_token_count_knows_the_public_fields() -> None:
 
 
 def refused_fields() -> list[str]:
-    return [
-        name
-        for name, field in ResponseRequest.model_fields.items()
-        if field.annotation is NotSupported or (field.annotation is type(None))
-    ]
+    schemas = ResponseRequest.model_json_schema()["properties"]
+    return [name for name, schema in schemas.items() if schema.get("type") == "null"]
 
 
 @pytest.mark.parametrize("name", refused_fields())
