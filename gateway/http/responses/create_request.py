@@ -77,7 +77,7 @@ class ReasoningFields(Body):
     """How much the model thinks. A level has no effect if the model's chat template has no levels."""
 
     effort: Effort | None = None
-    summary: Literal["auto"] | None = Field(
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="The reasoning itself is in `content`; there is no summary of it."
     )
     generate_summary: NotSupported = None

@@ -76,7 +76,7 @@ def test_some_are_refused() -> None:
         ({"background": 0}, "background"),
         ({"stream": True, "stream_options": {"include_obfuscation": 0}}, "include_obfuscation"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"tools": [{"type": "local_shell"}]}, "local_shell"),
         ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
         ({"tool_choice": {"type": "file_search"}}, "file_search"),
@@ -97,6 +97,12 @@ def test_some_are_refused() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
     assert words in error_of(**fields)
+
+
+def test_a_summary_of_any_length_may_be_asked_for() -> None:
+    for summary in ("auto", "concise", "detailed"):
+        body = {"model": "tiny", "input": "Hello", "reasoning": {"summary": summary}}
+        ResponseRequest.model_validate(body)
 
 
 def test_objects_of_the_package_may_be_sent_back_whole() -> None:
