@@ -19,7 +19,13 @@ from baton.errors import TOO_LONG, DeadlinePassed, InvalidRequest, PromptTooLong
 from baton.sampling import MAX_SEED, SamplingParams, StructuredOutput
 from gateway.auth.callers import ANYBODY, Caller
 from gateway.call_ids import WELL_FORMED, TraceContext, is_well_formed
-from gateway.conversation import AnswerParser, Conversation, checked_response_format, with_limited_spaces
+from gateway.conversation import (
+    AnswerParser,
+    Conversation,
+    ToolUse,
+    checked_response_format,
+    with_limited_spaces,
+)
 from gateway.grammars import GrammarCheck
 from gateway.model import ServedModel
 from gateway.requests.request import GatewayRequest, no_parser
@@ -242,6 +248,8 @@ class Preprocessor:
         answer_format, end = self._tokenizer.answer_format, self._tokenizer.prompt_end(prompt_token_ids)
         assert answer_format is not None, "without a chat template, a conversation is not tokenized"
         response_format = params.structured_output
+        if prompt.tool_choice.use is ToolUse.NONE and (params.ignore_eos or params.min_tokens):
+            prompt = replace(prompt, tools=())  # without a grammar; a call that the model writes stays text
         grammar = answer_format.grammar(prompt, end, response_format)
         if grammar is not None and response_format is None:
             _check_may_end(params, "tools" if prompt.tools else "a reasoning budget")

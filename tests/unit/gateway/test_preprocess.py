@@ -174,7 +174,6 @@ def test_tokens_that_the_model_lacks_are_named_by_field(
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("use", [ToolUse.AUTO, ToolUse.NONE])
 @pytest.mark.parametrize(
     ("params", "problem"),
     [
@@ -183,14 +182,27 @@ def test_tokens_that_the_model_lacks_are_named_by_field(
     ],
 )
 def test_what_contradicts_the_grammar_of_tools_is_refused_with_the_reason(
-    preprocessor: Preprocessor, use: ToolUse, params: SamplingParams, problem: str
+    preprocessor: Preprocessor, params: SamplingParams, problem: str
 ) -> None:
-    chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),), ToolChoice(use))
+    chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),))
     with (
         patch.object(preprocessor, "room_after", return_value=50),
         pytest.raises(InvalidRequest, match=problem),
     ):
         take_in(preprocessor, chat, params)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(ignore_eos=True), SamplingParams(min_tokens=4)])
+def test_an_answer_that_may_not_end_has_no_grammar_if_no_tool_may_be_called(
+    preprocessor: Preprocessor, params: SamplingParams
+) -> None:
+    """Load generators such as guidellm send `ignore_eos` with `tool_choice: none`."""
+    chat = Conversation((ChatMessage("user", "hi"),), (Tool("f"),), ToolChoice(ToolUse.NONE))
+    with patch.object(preprocessor, "room_after", return_value=50):
+        assert take_in(preprocessor, chat).sampling_params.structured_output is not None
+        request = take_in(preprocessor, chat, params)
+    assert request.sampling_params.structured_output is None
+    assert request.new_parser() is None, "a call that the model writes stays text"
 
 
 def test_a_grammar_that_does_not_compile_is_blamed_on_the_field_that_asked_for_it(
