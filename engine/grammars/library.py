@@ -162,14 +162,15 @@ def complaint_of(matcher: Any) -> str:
 
 
 def in_one_line(message: str) -> str:
-    """Joins the lines of the library's errors. Describes a drawing of a wrong regular expression in words."""
+    """Joins the lines of the library's errors. Describes a drawing of a wrong regular expression in words, and leaves
+    out the drawing of the grammar's line that follows."""
     if drawing := _WRONG_REGEX.search(message):
         before = message[: drawing.start()]
         if before.endswith(
             " (in regex): "
         ):  # the whole expression of a schema, which the drawing shows again
             before, _, _ = before.partition("invalid regex ")
-        message = before + _in_words(drawing) + message[drawing.end() :]
+        message = before + _in_words(drawing)
     return " ".join(message.split()).replace(ADVICE, BETTER_ADVICE)[:MAX_COMPLAINT_CHARACTERS]
 
 
