@@ -1,12 +1,11 @@
 """Finds a part of a JSON schema that no finite value matches, since the part needs itself."""
 
 import json
-import re
 from typing import Any
 
 from baton.errors import InvalidRequest
+from gateway.conversation.schema_parts import resolved
 
-_INDEX = re.compile(r"[0-9]{1,9}")
 _WITH_PARTS = frozenset(
     {
         *("anyOf", "oneOf", "allOf", "$ref", "required", "minItems", "items", "prefixItems"),
@@ -61,22 +60,6 @@ def endless_part(schema: dict[str, Any]) -> dict[str, Any] | None:
     return next(
         (parts[key] for key in reversed(parts) if key in endless and isinstance(parts[key], dict)), None
     )
-
-
-def resolved(schema: Any, reference: object) -> Any:
-    """The target of a JSON pointer such as `#/$defs/x` within a schema; None if the schema contains no such target."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        return None
-    value = schema
-    for part in reference.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-        elif isinstance(value, list) and _INDEX.fullmatch(key) and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
 
 
 def _needs(part: Any, schema: dict[str, Any]) -> list[Any]:

@@ -2,16 +2,26 @@
 
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
-from decimal import Decimal
 from typing import Any, TypeGuard
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
-from gateway.conversation.endless_schema import check_ends, resolved
+from gateway.conversation.endless_schema import check_ends
 from gateway.conversation.messages import Tool
+from gateway.conversation.schema_checks import DRAFT_3, LONG_NUMBER, check_schema
+from gateway.conversation.schema_parts import (
+    ALTERNATIVES,
+    CONDITIONS,
+    DEFINITIONS,
+    MAPS,
+    REFERENCE,
+    SCHEMAS,
+    TUPLES,
+    VALUES,
+    schemas_in,
+)
 
 MAX_NESTED = 100
 """A schema has at most this many levels. Deeper schemas are refused, because the functions below recurse into all
@@ -48,9 +58,6 @@ ANSWER_SPACING = {"whitespace_pattern": r"[ \t]{1,128}|[ \t]{0,8}(\r?\n){1,2}[ \
 a limit, a small model may write line ends until `max_tokens`."""
 
 ANY_ARGUMENTS = json.dumps({"type": "object", SPACING_KEY: SPACING})
-DEFINITIONS = ("$defs", "definitions")
-REFERENCE = "$ref"
-"""The keyword of a reference. Only a schema that refers to itself can have an endless part."""
 WHOLE = "x-whole"
 """The name of a whole schema among its own definitions. It is made longer if the schema already contains it. See
 `divisible`."""
@@ -70,27 +77,15 @@ _OPENING = frozenset(
 """If an object has one of these keywords, `properties` does not list all properties that the object may have, so the
 object is not closed."""
 
-_CONDITIONS = ("not", "if", "then", "else")
-_SAME_OBJECT = (REFERENCE, "anyOf", "oneOf", *_CONDITIONS)
+_SAME_OBJECT = (REFERENCE, "anyOf", "oneOf", *CONDITIONS)
 """Keywords whose schemas apply to the same object as `properties` beside them."""
 _BESIDE = frozenset(
     "properties patternProperties additionalProperties unevaluatedProperties minProperties".split()  # noqa: SIM905
 )
 """If an object has one of these keywords, its alternatives must accept properties that they do not list."""
-_TUPLES = ("prefixItems", "items")  # in older drafts of JSON Schema, `items` may be a list
-_SCHEMAS = ("items", "additionalItems", "additionalProperties", "contains")
-_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
-_MAPS = ("properties", "patternProperties", *DEFINITIONS, "dependentSchemas")
 _CHANGED = ("format", "uniqueItems", "propertyNames", "properties", *LOWER_BOUNDS, *UPPER_BOUNDS)
 """Only schemas that have one of these keywords may need a change for a grammar."""
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
-_VALUES = ("const", "enum", "default", "examples")
-"""Keywords with JSON values, which are no schemas even if they look like some."""
-
-EXACT_BITS = 53
-"""A grammar holds numbers as floats of 64 bits, so it cannot hold every integer that has more bits than this."""
-_LONG_NUMBER = re.compile(r"[0-9]{16}")
-"""Only integers that have at least this many digits may have more bits."""
 
 
 def guided_schema(tool: Tool) -> str:
@@ -102,8 +97,9 @@ def guided_schema(tool: Tool) -> str:
     """
     check_parameters(tool)
     whose = f"the parameters of '{tool.name}'"
-    _check_integers("tools", whose, tool.parameters)
-    schema = {"type": "object", **_guided(tool.parameters, _may_close(tool.parameters)), SPACING_KEY: SPACING}
+    check_schema("tools", whose, tool.parameters)
+    guided = _guided(tool.parameters, _may_close(tool.parameters), _parts_of(tool.parameters))
+    schema = {"type": "object", **guided, SPACING_KEY: SPACING}
     source = json.dumps(schema, ensure_ascii=False)
     # A larger schema is not checked: its grammar is mostly too large anyway.
     if REFERENCE in source and len(source) <= MAX_GRAMMAR_CHARACTERS:
@@ -121,7 +117,7 @@ def divisible(source: str) -> dict[str, Any]:
     name = WHOLE
     while f'"{name}"' in source:
         name += "-"
-    if (moved := _with_moved_references(schema, name)) == schema:
+    if (moved := _with_moved_references(schema, name, _parts_of(schema))) == schema:
         return schema
     whole = {key: value for key, value in moved.items() if key not in (*DEFINITIONS, SPACING_KEY, "$id")}
     definitions = moved.get(DEFINITIONS[0])
@@ -129,19 +125,18 @@ def divisible(source: str) -> dict[str, Any]:
     return {**moved, DEFINITIONS[0]: {**others, name: whole}}
 
 
-def _with_moved_references(part: Any, whole: str) -> Any:
-    """The part, with references to anything but definitions moved into the definition that is called `whole`."""
-    if isinstance(part, list):
-        return [_with_moved_references(each, whole) for each in part]
-    if not isinstance(part, Mapping):
-        return part
-    moved: dict[str, Any] = {}
-    for key, value in part.items():
-        if key in _MAPS and isinstance(value, Mapping):
-            moved[key] = {name: _with_moved_references(each, whole) for name, each in value.items()}
-        else:
-            moved[key] = value if key in _VALUES else _with_moved_references(value, whole)
-    first, *path = str(moved.get(REFERENCE, "")).split("/")
+def _with_moved_references(value: Any, whole: str, parts: Set[int]) -> Any:
+    """The value, with references to anything but definitions moved into the definition that is called `whole`."""
+    if isinstance(value, list):
+        return [_with_moved_references(each, whole, parts) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    is_part = id(value) in parts
+    moved: dict[str, Any] = {
+        key: each if is_part and key in VALUES else _with_moved_references(each, whole, parts)
+        for key, each in value.items()
+    }
+    first, *path = str(moved.get(REFERENCE, "")).split("/") if is_part else [""]
     if first == "#" and path[:1] not in [[name] for name in DEFINITIONS]:
         moved[REFERENCE] = "/".join(("#", DEFINITIONS[0], whole, *path))
     return moved
@@ -175,12 +170,13 @@ def with_limited_spaces(response_format: StructuredOutput) -> StructuredOutput:
 def checked_response_format(response_format: StructuredOutput) -> StructuredOutput:
     """The response format with closed objects, as in the schemas of tools, and without keywords that have no effect:
     the compiler of grammars refuses some of these. Raises InvalidRequest if a client's schema has a part that only an
-    endless value would match, if it lists an integer that a grammar would change, or if it has SPACING_KEY, with which
-    an answer might not be JSON. The compiler reads this key only at the schema's top.
+    endless value would match, if `check_schema` refuses it, or if it has SPACING_KEY, with which an answer might not be
+    JSON. The compiler reads this key only at the schema's top.
     """
     may_change = any(f'"{key}"' in response_format.source for key in _CHANGED)
-    has_sign = may_change or any(sign in response_format.source for sign in (SPACING_KEY, REFERENCE, r"\u"))
-    has_sign = has_sign or _LONG_NUMBER.search(response_format.source) is not None
+    signs = (SPACING_KEY, REFERENCE, r"\u", *DRAFT_3)
+    has_sign = may_change or any(sign in response_format.source for sign in signs)
+    has_sign = has_sign or LONG_NUMBER.search(response_format.source) is not None
     if response_format.kind is not GrammarKind.JSON_SCHEMA or not has_sign:
         return response_format
     try:
@@ -189,13 +185,14 @@ def checked_response_format(response_format: StructuredOutput) -> StructuredOutp
             return response_format
         if SPACING_KEY in schema:
             raise InvalidRequest("structured_output", f"the schema has the key '{SPACING_KEY}'; remove it")
-        _check_integers("structured_output", "the schema", schema)
-        guided = _guided(schema, _may_close(schema)) if may_change else schema
+        check_schema("structured_output", "the schema", schema)
+        parts = _parts_of(schema)
+        guided = _guided(schema, _may_close(schema), parts) if may_change else schema
         check_ends("structured_output", "the schema", guided)
         if guided != schema:
             source = _short_json(guided)
             if len(source) > MAX_GRAMMAR_CHARACTERS:  # only the closed schema is too long
-                source = _short_json(_guided(schema, False))
+                source = _short_json(_guided(schema, False, parts))
             return replace(response_format, source=source)
     except (ValueError, RecursionError):
         pass  # the compiler says what is wrong
@@ -244,9 +241,11 @@ def _refers(schema: Any) -> bool:
     return REFERENCE in schema or any(_refers(schema[key]) for key in _SAME_OBJECT if key in schema)
 
 
-def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...] = ()) -> Any:
-    """The schema without keywords that have no effect. `closes`: its objects are closed, too. `needed`: the names that
-    schemas of the same object require. None stands for a name that no object has."""
+def _guided(
+    schema: Any, closes: bool, parts: Set[int], needed: tuple[frozenset[str | None], ...] = ()
+) -> Any:
+    """The schema without keywords that have no effect. `closes`: its objects are closed, too. `parts`: see
+    `_parts_of`. `needed`: the names that schemas of the same object require; None: a name that no object has."""
     if not isinstance(schema, Mapping):
         return schema
     guided: dict[str, Any] = {}
@@ -254,19 +253,19 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
     if isinstance(required := schema.get("required"), list):
         needed = (*needed, frozenset(name if isinstance(name, str) else None for name in required))
     for key, value in schema.items():
-        if key in _CONDITIONS:
-            guided[key] = _guided(value, closes_parts, needed)
-        elif key in _TUPLES and isinstance(value, list):
-            guided[key] = [_guided(part, closes) for part in value]
-        elif key in _ALTERNATIVES and isinstance(value, list):
-            guided[key] = [_guided(part, closes_parts, needed) for part in value]
-        elif key in _SCHEMAS:
-            guided[key] = _guided(value, closes)
-        elif key in _MAPS and isinstance(value, Mapping):
+        if key in CONDITIONS:
+            guided[key] = _guided(value, closes_parts, parts, needed)
+        elif key in TUPLES and isinstance(value, list):
+            guided[key] = [_guided(part, closes, parts) for part in value]
+        elif key in ALTERNATIVES and isinstance(value, list):
+            guided[key] = [_guided(part, closes_parts, parts, needed) for part in value]
+        elif key in SCHEMAS:
+            guided[key] = _guided(value, closes, parts)
+        elif key in MAPS and isinstance(value, Mapping):
             closes_value = closes_parts if key == "dependentSchemas" else closes
-            guided[key] = {name: _guided(part, closes_value) for name, part in value.items()}
+            guided[key] = {name: _guided(part, closes_value, parts) for name, part in value.items()}
         elif not _is_idle(key, value):
-            guided[key] = _bound(key, value)
+            guided[key] = value if key in VALUES else _elsewhere(_bound(key, value), closes, parts)
     if _is_whole(guided.get("multipleOf")):
         guided["type"] = _with_integers(guided.get("type", _TYPES))
     _move_edges(guided)
@@ -274,6 +273,22 @@ def _guided(schema: Any, closes: bool, needed: tuple[frozenset[str | None], ...]
     if closes and has_all:
         guided["additionalProperties"] = False
     return guided
+
+
+def _elsewhere(value: Any, closes: bool, parts: Set[int]) -> Any:
+    """The value of an unknown keyword, in which a reference may have its target."""
+    if isinstance(value, list):
+        return [_elsewhere(each, closes, parts) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if id(value) in parts:
+        return _guided(value, closes, parts)
+    return {name: _elsewhere(each, closes, parts) for name, each in value.items()}
+
+
+def _parts_of(schema: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of the objects in a schema that are schemas."""
+    return frozenset(map(id, schemas_in(schema)))
 
 
 def _is_whole(factor: Any) -> bool:
@@ -325,55 +340,8 @@ def _is_idle(key: str, value: Any) -> bool:
         return not isinstance(value, str) or value not in FORMATS
     if key == "propertyNames":
         # Zod writes the latter for each record
-        return value is True or _guided(value, False) in ({}, {"type": "string"})
+        return value is True or _guided(value, False, frozenset()) in ({}, {"type": "string"})
     return key in REMARKS or (key == "uniqueItems" and value is False)
-
-
-def _check_integers(field: str, whose: str, schema: Any) -> None:
-    """Raises InvalidRequest if `const` or `enum` lists an integer that a grammar would replace by another
-    one. Parts under unknown keywords count if a reference leads to them."""
-    parts, seen = [schema], set[int]()
-    for part in parts:  # the body appends to the list
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, list):
-            parts += part
-        if not isinstance(part, Mapping):
-            continue
-        for key, value in part.items():
-            if key in ("const", "enum"):
-                _check_listed(field, f"in {whose}, '{key}'", value)
-            elif key in _MAPS and isinstance(value, Mapping):
-                parts += value.values()
-            elif key in (*_CONDITIONS, *_TUPLES, *_SCHEMAS, *_ALTERNATIVES):
-                parts.append(value)
-            elif key == REFERENCE:
-                parts.append(resolved(schema, value))
-
-
-def _check_listed(field: str, where: str, listed: Any) -> None:
-    values = [listed]
-    for value in values:  # the body appends to the list
-        if isinstance(value, list | Mapping):
-            values += value.values() if isinstance(value, Mapping) else value
-        elif isinstance(value, int) and not _is_exact(value):
-            raise InvalidRequest(
-                field,
-                f"{where} lists the integer {str(value)[:60]}, which has more than {EXACT_BITS} bits and which a "
-                "grammar cannot hold; list it as a string",
-            )
-
-
-def _is_exact(number: int) -> bool:
-    """Whether llguidance holds this number. It writes floats of 2**63 or more with their shortest digits."""
-    if abs(number) <= 2**EXACT_BITS:
-        return True
-    try:
-        held = float(number)
-    except OverflowError:
-        return False
-    return number == (int(held) if abs(number) < 2**63 else int(Decimal(repr(held))))
 
 
 def _lists_enough(schema: Mapping[str, Any], needed: tuple[frozenset[str | None], ...]) -> bool:

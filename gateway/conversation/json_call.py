@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 
 from gateway.conversation.call_syntax import CallWriter, GuidedTool, is_tool_name
-from gateway.conversation.guided_schema import DEFINITIONS, SPACING_KEY, divisible
+from gateway.conversation.guided_schema import SPACING_KEY, divisible
 from gateway.conversation.lark import quoted
 from gateway.conversation.reader import Reader, Steps
+from gateway.conversation.schema_parts import DEFINITIONS
 
 ARGUMENTS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type")

@@ -8,10 +8,10 @@ from typing import Any
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS
 from gateway.conversation.call_syntax import GuidedTool
-from gateway.conversation.endless_schema import resolved
-from gateway.conversation.guided_schema import DEFINITIONS, REFERENCE, SPACING_KEY, divisible
+from gateway.conversation.guided_schema import SPACING_KEY, divisible
 from gateway.conversation.lark import too_large
 from gateway.conversation.messages import Tool
+from gateway.conversation.schema_parts import DEFINITIONS, REFERENCE, resolved
 
 _SHAPING = frozenset(
     {

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from baton.errors import InvalidRequest
 from baton.sampling import GrammarKind, StructuredOutput
-from gateway.conversation.endless_schema import resolved
+from gateway.conversation.schema_parts import resolved
 
 MAX_DEPTH = 500
 
