@@ -6,6 +6,8 @@ import signal
 import sys
 
 REFUSED, INTERRUPTED = 1, 130
+SERVICES = ("serve", "fleet", "gateway")
+"""Commands that end in order after SIGTERM, too."""
 
 
 def main() -> int:
@@ -25,6 +27,9 @@ def main() -> int:
     if is_default:
         # A KeyboardInterrupt within an import may be lost, or become another error.
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    if sys.argv[1:2] and sys.argv[1] in SERVICES:
+        # A service replaces this handler when it has something to end.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(INTERRUPTED))
     try:
         from cli.main import main as run
 

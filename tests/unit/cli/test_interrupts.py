@@ -8,22 +8,36 @@ import pytest
 
 from tests.test_architecture import ROOT
 
+STATUS, SERVE = ["status", "--target", "127.0.0.1:9"], ["serve", "--ray-address", "none"]
 
-@pytest.mark.parametrize("module", ["cli.main", "pydantic", "cli.commands.status"])
-def test_an_interrupt_during_an_import_leaves_no_traceback(module: str) -> None:
+
+@pytest.mark.parametrize(
+    ("module", "number", "arguments", "code"),
+    [
+        ("cli.main", "SIGINT", STATUS, 130),
+        ("pydantic", "SIGINT", STATUS, 130),
+        ("cli.commands.status", "SIGINT", STATUS, 130),
+        ("cli.main", "SIGTERM", SERVE, 130),
+        ("cli.commands.servers", "SIGTERM", SERVE, 130),
+        ("cli.commands.status", "SIGTERM", STATUS, -15),
+    ],
+)
+def test_a_signal_during_an_import_leaves_no_traceback(
+    module: str, number: str, arguments: list[str], code: int
+) -> None:
     program = (
         "import signal, sys\n"
         "class Interrupting:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}:\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
+        f"            signal.raise_signal(signal.{number})\n"
         "sys.meta_path.insert(0, Interrupting())\n"
         "from cli.__main__ import main\n"
         "sys.exit(main())\n"
     )
-    command = [sys.executable, "-c", program, "status", "--target", "127.0.0.1:9"]
+    command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:

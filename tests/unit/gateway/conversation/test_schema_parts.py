@@ -91,7 +91,7 @@ def test_references_of_a_divided_schema_lead_to_its_definitions(name: str) -> No
 
 
 def test_values_stay_even_if_a_reference_leads_to_them() -> None:
-    value = {"properties": {"a": {"format": "path"}}, "$ref": "#/x"}
+    value = {"properties": {"a": {"format": "path"}}, "$ref": "#/y"}
     schema = {"const": value, "properties": {"a": {"$ref": "#/const"}}, "x": {"const": 1, "title": "X"}}
     assert guided(schema)["const"] == value
     assert guided(schema)["x"] == schema["x"], "no reference leads to it"
