@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None, on_serving: Callable[[], None] = la
         worker = _worker_of(options)
         endpoint = worker.start()
         settle()
+        server = StdioControlServer(WorkerControl(worker).call, _print)
     except BatonError as error:
         sys.stderr.write(f"error: {error}\n")  # at once; print may write the end of the line later
         _print(failure_to_json(error))
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None, on_serving: Callable[[], None] = la
         worker.when_ended(stop.set)
         on_serving()
         _print(endpoint_to_json(endpoint))
-        with closing(StdioControlServer(WorkerControl(worker).call, _print)) as server:
+        with closing(server):
             _serve_control(server, stop)
     finally:
         failure = worker.status().failure

@@ -161,12 +161,14 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
         endpoint_from_json(out)
 
 
+@pytest.mark.parametrize("failing", ["build_worker", "StdioControlServer"])
 def test_an_unexpected_error_reaches_its_parent(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
 ) -> None:
+    for name in ("build_worker", "write_logs"):
+        monkeypatch.setattr(worker.process, name, Mock())
     error = RuntimeError("can't start new thread")
-    for name, change in (("build_worker", Mock(side_effect=error)), ("write_logs", Mock())):
-        monkeypatch.setattr(worker.process, name, change)
+    monkeypatch.setattr(worker.process, failing, Mock(side_effect=error))
     arguments = ["--role", "decode", "--name", "w0", "--config", str(config)]
     assert worker.process.main(arguments) == 1
     with pytest.raises(WorkerUnavailable, match="it cannot start: RuntimeError: can't start new thread"):
