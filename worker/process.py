@@ -28,6 +28,7 @@ from baton.system.cpus import CpuShare, cpus_in_text, find_machine, pin
 from baton.system.curve import ClusterKeys, derive_keys
 from baton.system.garbage import settle
 from baton.system.logs import write_logs
+from baton.system.no_room import in_words
 from baton.system.open_files import raise_open_files
 from baton.system.paced import paced
 from baton.system.secret import load_secret
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None, on_serving: Callable[[], None] = la
         return 1
     except Exception as error:  # such as a system without a free thread: the parent tells the operator
         logger.exception("the worker cannot start")
-        _print(failure_to_json(ClusterError(f"it cannot start: {type(error).__name__}: {error}")))
+        _print(failure_to_json(ClusterError(f"it cannot start: {in_words(error)}")))
         return 1
     try:
         stop = _wakeup_by_signals()  # before the pid is known to others

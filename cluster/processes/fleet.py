@@ -20,6 +20,7 @@ from baton.messages.control import ControlApi, ControlRequest
 from baton.system.awake_timer import awake_timeout
 from baton.system.cpus import find_machine
 from baton.system.curve import ClusterSecret, derive_keys
+from baton.system.no_room import REMEDY
 from baton.system.signals import unless
 from baton.system.tasks import end_tasks
 from baton.worker import WorkerEndpoint, WorkerRole
@@ -38,9 +39,6 @@ R = TypeVar("R")
 _NODE = "here"
 _EXIT_S = 1.0
 """How long a process may take to end after it has closed its stdout."""
-_REMEDY = (
-    "raise the limits of processes and open files (`ulimit -u`, `ulimit -n`, the pids limit of a container)"
-)
 
 
 class ProcessFleet:
@@ -140,7 +138,7 @@ class ProcessIncarnation:
 
 
 def _no_thread(error: RuntimeError) -> ClusterError:
-    return ClusterError(f"cannot start a thread to watch its process: {error}; {_REMEDY}")
+    return ClusterError(f"cannot start a thread to watch its process: {error}; {REMEDY}")
 
 
 class ProcessLauncher:
@@ -161,7 +159,7 @@ class ProcessLauncher:
         try:
             process = WorkerProcess(self._config, self._model_path, self._secret, role, name, None, share)
         except OSError as error:
-            raise ClusterError(f"cannot start its process: {error}; {_REMEDY}") from error
+            raise ClusterError(f"cannot start its process: {error}; {REMEDY}") from error
         incarnation = ProcessIncarnation(process, number)
         self.incarnations = {**alive, name: incarnation}
         return incarnation

@@ -171,5 +171,6 @@ def test_an_unexpected_error_reaches_its_parent(
     monkeypatch.setattr(worker.process, failing, Mock(side_effect=error))
     arguments = ["--role", "decode", "--name", "w0", "--config", str(config)]
     assert worker.process.main(arguments) == 1
-    with pytest.raises(WorkerUnavailable, match="it cannot start: RuntimeError: can't start new thread"):
+    words = "it cannot start: RuntimeError: can't start new thread; raise the limits of threads"
+    with pytest.raises(WorkerUnavailable, match=words):
         endpoint_from_json(capsys.readouterr().out)

@@ -175,7 +175,7 @@ async def test_without_a_thread_for_its_control_calls_a_worker_does_not_start(
     monkeypatch.setattr(fleet, "ThreadPoolExecutor", Threads)
     process: Any = Process()
     process.control = Mock(side_effect=RuntimeError("can't start new thread"))
-    with pytest.raises(ClusterError, match=r"can't start new thread; raise the limits of processes"):
+    with pytest.raises(ClusterError, match=r"can't start new thread; raise the limits of threads"):
         await ProcessIncarnation(process, 1).start(lambda _: None)
 
 
