@@ -94,7 +94,11 @@ def main(arguments: list[str] | None = None, on_serving: Callable[[], None] = la
         worker = _worker_of(options)
         endpoint = worker.start()
         settle()
-        server = StdioControlServer(WorkerControl(worker).call, _print)
+        try:
+            server = StdioControlServer(WorkerControl(worker).call, _print)
+        except RuntimeError:  # no free thread
+            worker.stop()
+            raise
     except BatonError as error:
         sys.stderr.write(f"error: {error}\n")  # at once; print may write the end of the line later
         _print(failure_to_json(error))

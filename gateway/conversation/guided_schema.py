@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_GRAMMAR_CHARACTERS, GrammarKind, StructuredOutput
@@ -137,7 +138,7 @@ def _with_moved_references(value: Any, whole: str, parts: Set[int]) -> Any:
         for key, each in value.items()
     }
     first, *path = str(moved.get(REFERENCE, "")).split("/") if is_part else [""]
-    if first == "#" and path[:1] not in [[name] for name in DEFINITIONS]:
+    if first == "#" and not (path and unquote(path[0]) in DEFINITIONS):
         moved[REFERENCE] = "/".join(("#", DEFINITIONS[0], whole, *path))
     return moved
 

@@ -165,8 +165,9 @@ def test_a_model_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
 def test_an_unexpected_error_reaches_its_parent(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: str
 ) -> None:
-    for name in ("build_worker", "write_logs"):
-        monkeypatch.setattr(worker.process, name, Mock())
+    build = Mock()
+    monkeypatch.setattr(worker.process, "build_worker", build)
+    monkeypatch.setattr(worker.process, "write_logs", Mock())
     error = RuntimeError("can't start new thread")
     monkeypatch.setattr(worker.process, failing, Mock(side_effect=error))
     arguments = ["--role", "decode", "--name", "w0", "--config", str(config)]
@@ -174,3 +175,5 @@ def test_an_unexpected_error_reaches_its_parent(
     words = "it cannot start: RuntimeError: can't start new thread; raise the limits of threads"
     with pytest.raises(WorkerUnavailable, match=words):
         endpoint_from_json(capsys.readouterr().out)
+    started = build.return_value
+    assert started.stop.call_count == started.start.call_count, "a started worker is stopped"

@@ -97,8 +97,8 @@ def test_of_waiting_prompts_the_shortest_is_first_and_equal_ones_come_in_their_o
 
 @pytest.mark.parametrize(("length", "least", "most"), [(64, 11, 21), (1, 0, 640 // 16 + 11)])
 def test_no_stream_of_short_prompts_starves_a_long_one(length: int, least: int, most: int) -> None:
-    """Only prompts that arrive before as many tokens as its own were computed can overtake it. A step of few tokens takes
-    longer than its tokens say."""
+    """Only prompts that arrive before as many tokens as its own were computed can overtake it. A step of few tokens
+    takes longer than its tokens say."""
     driver = make_prefill_worker()
     driver.add(prompt("long", 640))
     num_steps = 0

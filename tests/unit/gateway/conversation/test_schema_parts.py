@@ -90,6 +90,13 @@ def test_references_of_a_divided_schema_lead_to_its_definitions(name: str) -> No
         assert found["required"] == part["required"]
 
 
+def test_an_encoded_reference_of_a_divided_schema_leads_to_its_definition() -> None:
+    schema = schema_with("X", "$defs") | {"properties": {"a": {"$ref": "#/%24defs/X"}, "b": {"$ref": "#"}}}
+    divided = divisible(json.dumps(schema))
+    assert divided["properties"]["a"]["$ref"] == "#/%24defs/X"
+    assert resolved(divided, divided["properties"]["b"]["$ref"])["properties"] == divided["properties"]
+
+
 def test_values_stay_even_if_a_reference_leads_to_them() -> None:
     value = {"properties": {"a": {"format": "path"}}, "$ref": "#/y"}
     schema = {"const": value, "properties": {"a": {"$ref": "#/const"}}, "x": {"const": 1, "title": "X"}}
