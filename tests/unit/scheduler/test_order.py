@@ -29,6 +29,16 @@ def test_ageing_lets_a_request_be_overtaken_only_by_those_that_come_soon_after_i
     assert [next(iter(driver.step().num_scheduled_tokens)) for _ in range(3)] == ["soon", "poor", "late"]
 
 
+def test_requests_of_equal_age_go_by_arrival() -> None:
+    driver = Driver(make_scheduler(policy="priority", priority_ageing_s=10.0))
+    driver.add(
+        make_request(request_id="a", priority=0, arrival_time=20.0),
+        make_request(request_id="b", priority=1, arrival_time=10.0),
+        make_request(request_id="c", priority=2, arrival_time=0.0),
+    )
+    assert list(driver.step().num_scheduled_tokens) == ["c", "b", "a"]
+
+
 def test_without_ageing_a_stream_of_better_requests_starves_the_worst_and_with_it_does_not() -> None:
     def steps_until_served(ageing_s: float) -> int:
         settings = {"policy": "priority", "priority_ageing_s": ageing_s, "max_num_seqs": 1}
