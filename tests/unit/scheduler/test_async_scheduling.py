@@ -122,6 +122,20 @@ def test_an_abort_in_mid_step_ends_a_request_at_once_and_its_token_is_dropped(nu
     assert len(driver.run_to_end()[other.request_id]) == 9
 
 
+def test_a_block_that_a_step_under_way_computes_cannot_be_hit_after_an_abort() -> None:
+    driver, request = Driver(make_scheduler(), num_ahead=1), make_request(30, max_tokens=9)
+    driver.add(request)
+    for _ in range(3):
+        driver.step()
+    assert request.num_tokens == request.num_computed_tokens == 32, "the third step computes the last token"
+    news = driver.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)
+    driver.note(news["client"])
+    driver.add(make_request(prompt=[*request.all_token_ids, 7], max_tokens=1))
+    (new,) = driver.step().scheduled_new_reqs
+    assert new.num_computed_tokens == 16
+    driver.run_to_end()
+
+
 def test_an_id_may_return_while_the_step_of_its_former_owner_is_under_way() -> None:
     driver = Driver(make_scheduler(), num_ahead=1)
     driver.add(make_request(10, request_id="same", max_tokens=9))
