@@ -79,7 +79,7 @@ class Speculation:
             return
         for request in requests:
             token_ids = sampled.get(request.request_id)
-            if token_ids and request.request_id in drafts and not request.is_finished:
+            if token_ids and request.request_id in drafts:
                 self._drop_wrong_drafts(request, len(drafts[request.request_id]), len(token_ids))
 
     def _drop_wrong_drafts(self, request: Request, num_drafts: int, num_sampled: int) -> None:
