@@ -7,7 +7,7 @@ from typing import Any
 from baton.errors import ModelError
 from engine.config_values import count_of, flag_of
 from engine.families import Family
-from engine.rope_config import RopeConfig, RopeType, mscale
+from engine.rope_config import RopeConfig, mscale
 
 MAX_GPU_RANK, MAX_GPU_ROTARY_DIM = 512, 64
 """The longest latent and the longest rotated part on a GPU: those of DeepSeek's models. For greater lengths, the sums
@@ -56,7 +56,7 @@ class LatentAttention:
     def scale(self, rope: RopeConfig | None) -> float:
         """Factor of scores, with the part of YaRN's attention temperature that the rotation does not contain."""
         factor = 1.0
-        if rope is not None and rope.rope_type is not RopeType.DEFAULT and rope.mscale_all_dim:
+        if rope is not None and rope.mscale_all_dim:
             factor = mscale(rope.factor, rope.mscale_all_dim) ** 2
         return factor * float(self.query_dim**-0.5)
 
