@@ -111,6 +111,10 @@ def test_qwen_has_32_kv_heads_unless_it_says_otherwise(tmp_path: Path, model_typ
             },
             (9, None, 9),
         ),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 5, "sliding_window": 9},
+            (9, 9, 9, None, 9),
+        ),
     ],
 )
 def test_sliding_windows(tmp_path: Path, overrides: dict[str, Any], windows: tuple[int | None, ...]) -> None:
