@@ -29,6 +29,9 @@ def test_a_folder_of_the_hubs_cache_has_a_commit_and_others_have_none(tmp_path: 
     assert commit_of(gguf) == OTHER
     assert source_of(gguf) == tmp_path / "models--a--b" / "snapshots" / OTHER / "sub" / "m.gguf"
     assert source_of(folder) == folder
+    (gguf / "model.gguf").unlink()
+    (gguf / "model.gguf").touch()
+    assert source_of(gguf) == gguf, "a copy without links does not say where it is from"
 
 
 def test_the_digest_names_the_commit(tmp_path: Path, folder: Path) -> None:
