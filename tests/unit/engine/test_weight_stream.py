@@ -94,10 +94,11 @@ def test_a_buffer_is_not_written_while_it_is_being_copied(files: list[Path], num
     stream.close()
 
 
-def test_no_more_is_read_ahead_than_allowed(files: list[Path]) -> None:
+@pytest.mark.parametrize("ahead_bytes", [300, 350])
+def test_no_more_is_read_ahead_than_allowed(files: list[Path], ahead_bytes: int) -> None:
     parts = [FilePart(files[0], 100 * i, 100) for i in range(50)]
     copies = LateCopies()
-    stream = WeightStream(parts, copies, num_readers=2, buffer_bytes=64, ahead_bytes=350)
+    stream = WeightStream(parts, copies, num_readers=2, buffer_bytes=64, ahead_bytes=ahead_bytes)
     for num_taken in range(10):
         deadline = time.monotonic() + 60.0
         while copies.num_allocated_bytes < 100 * (num_taken + 3):
