@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.kv import BlocksStored
+from baton.kv_groups import KVGroups
 from baton.request import FinishReason
 from baton.step import ModelRunnerOutput, SchedulerOutput
 from scheduler import Request, RequestStatus, Scheduler
@@ -272,6 +273,21 @@ def test_c16_preempted_requests_go_on_with_drafts(preemption: dict[str, object],
     counters = driver.scheduler.counters()
     assert counters["preemptions"] >= 3
     assert counters["spec_decode_num_accepted_tokens"] > 40
+
+
+def test_c16_with_windows_a_victim_whose_draft_is_under_way_is_not_swapped_out() -> None:
+    """If the draft is wrong, the victim may need rows again that have left the window."""
+    settings = {"kv_groups": KVGroups(1, 1, 32), "preemption": "swap", "num_swap_blocks": 8, "num_blocks": 12}
+    scheduler = drafting(**settings, long_prefill_token_threshold=16)
+    driver = Driver(scheduler, FakeRunner(guess=right(1, num_drafts=1)), num_ahead=1)
+    old, victim = make_request(70, max_tokens=1), make_request(30, max_tokens=30)
+    driver.add(old, victim)
+    while not (plan := driver.step()).preempted_req_ids:
+        last = plan
+    assert len(drafts_of(last, victim)) == 1
+    assert plan.preempted_req_ids == {victim.request_id}
+    assert plan.swap_out == ()
+    assert driver.run_to_end()[victim.request_id] == [token_at(victim.request_id, at) for at in range(30)]
 
 
 def test_c16_a_forced_reset_while_drafts_are_verified_loses_nothing() -> None:
