@@ -370,3 +370,16 @@ def test_c64_forced_tokens_count_at_once_and_the_next_plan_names_them() -> None:
     assert said.finish_reason is FinishReason.LENGTH
     assert scheduler.counters()["forced_tokens"] == 4
     assert scheduler.schedule().forced_token_ids == {}, "it has ended"
+
+
+def test_c64_forced_tokens_after_a_draft_that_ends_the_request_do_not_count() -> None:
+    scheduler, request = drafting(), make_request(10, max_tokens=2)
+    scheduler.add_request(request)
+    runner = FakeRunner(guess=right(NUM_DRAFTS))
+    run_step(scheduler, runner)
+    plan = scheduler.schedule()
+    assert drafts_of(plan, request)
+    output = ModelRunnerOutput({request.request_id: [7, 8]}, forced_token_ids={request.request_id: (9,)})
+    (said,) = flatten(scheduler.update_from_output(plan, output))
+    assert said.token_ids == (7,)
+    assert scheduler.counters()["forced_tokens"] == 0
