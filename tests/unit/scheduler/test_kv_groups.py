@@ -126,6 +126,25 @@ def test_c27_a_load_needs_only_the_window_of_its_last_token() -> None:
     assert hits(kv, prompt, num_loaded=196) == "#. #. #. #. #. #.", "the rest comes, and its window with it"
 
 
+def test_c27_a_prefix_is_as_long_as_in_the_full_group_that_has_the_least_of_it() -> None:
+    kv = make_kv(num_blocks=1 + 10, groups=KVGroups(num_full=2, num_windowed=1, window=32))
+    kv.free(compute(kv, range(48)))
+    fresh = arrive(kv, [7] * 16)
+    assert kv.open_table(fresh, 16), "three blocks: an unused one, and rows 2 and 1 of the first full group"
+    assert len(kv.find_cached_prefix(arrive(kv, range(64)))) == 3, "one row, in three groups"
+
+
+def test_c27_hits_that_left_the_window_by_a_swapped_out_end_are_given_back() -> None:
+    kv = make_kv()
+    kv.free(compute(kv, range(40)))
+    request = arrive(kv, range(97))
+    found = kv.find_cached_prefix(request)
+    assert NULL_BLOCK_ID not in [block.block_id for block in found]
+    assert kv.open_table(request, 97, found, num_ready=96)
+    assert pattern(kv, request) == "#. #. #. #. ## ## ##"
+    kv.check_integrity()
+
+
 def test_c27_swapped_out_are_only_the_blocks_that_are_needed() -> None:
     driver = make_driver(
         preemption="swap",
