@@ -9,6 +9,7 @@ from kv_transfer.cuda.memory import CudaMemory
 from kv_transfer.transport.base import ReadDone, TransportError
 from kv_transfer.transport.cuda_ipc import (
     EARLY_POLL_INTERVAL_S,
+    FORMAT,
     NUM_EARLY_POLLS,
     POLL_INTERVAL_S,
     CudaIpcReader,
@@ -118,6 +119,8 @@ def test_a_worker_can_read_its_own_pool(host: FakeHost) -> None:
         b"nonsense",
         msgpack.packb([1, 2]),
         msgpack.packb([9, 1, b"\0" * 64, 8]),
+        msgpack.packb([FORMAT, 1, b"\0" * 63, 8]),
+        msgpack.packb([FORMAT, 1, b"\0" * 64, -1]),
         msgpack.packb(None),
     ],
 )
