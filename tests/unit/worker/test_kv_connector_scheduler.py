@@ -159,10 +159,10 @@ def test_c39_a_consumer_that_ends_before_it_had_room_still_tells_its_producer() 
 
 
 def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt_is_still_wanted() -> None:
-    for status, is_unneeded in (
-        (RequestStatus.FINISHED_ABORTED, True),
-        (RequestStatus.FINISHED_ERROR, False),
-        (RequestStatus.FINISHED_GIVEN_BACK, False),
+    for status, is_unneeded, reason in (
+        (RequestStatus.FINISHED_ABORTED, True, "the request ended on the prefill worker"),
+        (RequestStatus.FINISHED_ERROR, False, "the prefill failed"),
+        (RequestStatus.FINISHED_GIVEN_BACK, False, "the prefill worker gave the request back"),
     ):
         scheduler, runner = make_scheduler(max_num_batched_tokens=16), FakeRunner()
         request = make_request(40, role=PRODUCER)
@@ -173,7 +173,7 @@ def test_c40_a_producer_that_ended_otherwise_cancels_and_says_whether_the_prompt
         assert metadata is not None
         (command,) = metadata.at_once
         assert isinstance(command, AbortSend)
-        assert (command.is_unneeded, command.is_held) == (is_unneeded, True)
+        assert (command.reason, command.is_unneeded, command.is_held) == (reason, is_unneeded, True)
         assert scheduler.kv_block_counts().leased == 1
 
 
