@@ -155,6 +155,16 @@ def test_without_reports_of_ends_a_pool_is_closed_when_it_is_idle(mortals: list[
     assert fabric.drivers[1].opened == []
 
 
+def test_the_process_of_a_closed_pool_is_watched_no_longer(mortals: list[Mortal]) -> None:
+    fabric, prefill, decode = two_workers(mortals[0])
+    earlier = pidfds()
+    hand_over(fabric, prefill, decode, "r")
+    assert len(pidfds() - earlier) == 1
+    fabric.advance(IDLE_S * 2)
+    assert fabric.drivers[1].opened == []
+    assert pidfds() == earlier
+
+
 def test_a_pool_whose_process_ended_while_it_was_opened_is_out_of_reach(mortals: list[Mortal]) -> None:
     fabric = Fabric(CUDA_IPC, ZMQ_TCP)
     with pids(mortals[:1]):
