@@ -17,7 +17,9 @@ from baton.system.exposition import CollectedOnDemand, LargeCounter, counter, re
     ],
 )
 def test_each_accept_header_gets_an_answer(accept: str, content_type: str) -> None:
-    assert render(CollectorRegistry(), accept)[1].startswith(content_type)
+    body, its_type = render(CollectorRegistry(), accept)
+    assert its_type.startswith(content_type)
+    assert body.endswith(b"# EOF\n") is content_type.startswith("application/openmetrics-text")
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
