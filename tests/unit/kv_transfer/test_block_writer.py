@@ -73,6 +73,21 @@ def test_pieces_that_are_missing_or_differ_from_their_checksums_are_damaged(
     assert (written.num_arrived, written.damaged) == (1, {6}), "no checksums were required"
 
 
+def test_what_a_device_has_read_without_checksums_is_not_copied_out() -> None:
+    driver = FakeDriver(FakeHost())
+    driver.is_slow = True
+    pool = DeviceKVBytes(
+        DeviceBlocks(CudaMemory(NUM_BLOCKS * BLOCK_NBYTES, 0, driver), BLOCK_NBYTES), FINGERPRINT
+    )
+    writer = BlockWriter(pool)
+    wanted = WantedPieces(Pieces(KEY, 0, INDICES, (0, 1, 2), ()), "cuda_ipc", False, [0], [INDICES[0]], [7])
+    writer.on_read(wanted, pool.pieces(RankLayout(16, 1)))
+    assert not driver.queued
+    (written,) = writer.poll()
+    assert (written.wanted, written.num_arrived, written.damaged) == (wanted, 1, set())
+    writer.close()
+
+
 def test_nothing_is_written_once_a_writer_is_closed() -> None:
     driver = FakeDriver(FakeHost())
     driver.is_slow = True
