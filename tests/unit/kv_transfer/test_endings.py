@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.protocol.effects import Failed, Freed, Quiesced, RankTransfer, Received
-from kv_transfer.protocol.messages import Aborted, Cancel, End, Hold, Pieces, Refused, Release
+from kv_transfer.protocol.messages import Aborted, Cancel, End, Hold, Open, Pieces, Refused, Release
 from kv_transfer.protocol.producer import ENDS, MAX_EARLY_LEASES
 from tests.factories.hand_overs import send_all
 from tests.factories.transfer import (
@@ -185,6 +185,24 @@ def test_c38_a_consumer_that_beats_waits_for_a_producer_in_a_long_step() -> None
     wire.begin_send(KEY, 48)
     send_all(wire, 3)
     assert [type(notification) for notification in wire.notifications] == [Received, Freed]
+    wire.assert_at_rest()
+
+
+def test_an_early_consumer_that_connects_again_gets_its_prompt_on_the_new_connection() -> None:
+    wire = Wire()
+    wire.begin_load(KEY, 48)
+    wire.deliver()
+    wire.load(0, 3)
+    ((_, frame),) = wire.in_flight
+    wire.in_flight.clear()
+    assert isinstance(frame.message, Open)
+    wire.at_producer(wire.producer.on_message(b"again", frame.message, wire.clock.now()))
+    wire.begin_send(KEY, 48)
+    wire.ready(0, 3)
+    assert {target for target, _ in wire.in_flight} == {str(b"again")}
+    assert Pieces in [type(frame.message) for _, frame in wire.in_flight]
+    wire.finish_send()
+    wire.deliver()
     wire.assert_at_rest()
 
 
