@@ -285,6 +285,13 @@ class SendWindow:
             self._turns.remove(transfer)
         self.forget_inflight(transfer)
 
+    def check_integrity(self, transfers: Iterable[OutgoingTransfer]) -> None:
+        """Asserts that the unacknowledged bytes are those of these rank transfers."""
+        inflight: Counter[Peer] = Counter()
+        for transfer in transfers:
+            inflight[transfer.peer] += len(transfer.unacked) * transfer.piece_nbytes
+        assert dict(+inflight) == dict(self._inflight), f"{self._inflight} instead of {inflight}"
+
     def _forget_bytes(self, transfer: OutgoingTransfer, num_pieces: int) -> None:
         self._inflight[transfer.peer] -= num_pieces * transfer.piece_nbytes
         if self._inflight[transfer.peer] <= 0:

@@ -229,7 +229,8 @@ class Producer:
         return len(self._transfers)
 
     def check_integrity(self) -> None:
-        """Asserts that every started rank transfer is either still running, or was counted as ended once."""
+        """Asserts that every started rank transfer is either still running, or was counted as ended once, and that the
+        peers' windows hold the bytes of the running ones."""
         known = [transfer for transfer in self._transfers.values() if transfer.rank_transfer is not None]
         assert len(known) == self._transfers.num_bound == len(self._transfers) - self._num_early
         num_ended = sum(self._counters[end] for end in ENDS)
@@ -237,6 +238,7 @@ class Producer:
         assert self._counters["kv_sends_started"] == num_ended + num_open, (
             f"{num_open} open: {self._counters}"
         )
+        self._window.check_integrity(self._transfers.values())
 
     def _opened(self, transfer: OutgoingTransfer) -> Opened:
         return transfer.answer(self._identity.offer, is_stuck=transfer.is_awaited and self._is_stuck())

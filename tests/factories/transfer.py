@@ -204,6 +204,7 @@ class Wire:
 
     def assert_at_rest(self) -> None:
         assert len(self.producer) == len(self.consumer) == 0
+        self.producer.check_integrity()
         assert self.producer.next_deadline() is self.consumer.next_deadline() is None
         assert not self.consumer._waits._due_at, "deadlines of loads that have ended"
 
