@@ -103,10 +103,12 @@ def test_an_error_may_hold_any_text() -> None:
 
 
 def test_another_version_is_named_on_either_side() -> None:
-    theirs = read_reply(msgpack.packb(["Refusal", 99, 5, {"of": "another kind"}]))
-    assert theirs.number == 5
-    with pytest.raises(OtherFleetVersion, match="version 99 of the control plane"):
-        CODEC.value_in(theirs, DescribeFleet())
+    failed = msgpack.unpackb(failure(5, FleetError("no")))[3]
+    for field in ({"of": "another kind"}, failed):
+        theirs = read_reply(msgpack.packb(["Refusal", 99, 5, field]))
+        assert theirs.number == 5
+        with pytest.raises(OtherFleetVersion, match="version 99 of the control plane"):
+            CODEC.value_in(theirs, DescribeFleet())
     with pytest.raises(WireError):
         read_reply(msgpack.packb(["Answer", 99, 5, b""]))
 

@@ -32,6 +32,12 @@ def test_another_version_is_recognized_in_any_message(kind: str, rest: list[obje
     assert foreign_version(frame) == REQUEST_PLANE_VERSION + 1
 
 
+def test_a_message_of_another_version_with_the_same_fields_is_refused() -> None:
+    kind, _, *fields = msgpack.unpackb(TO_WORKER.encode(Hello("incarnation", "g", 1, None, 0)))
+    with pytest.raises(WireError, match="request plane version 99 does not match"):
+        TO_WORKER.decode(msgpack.packb([kind, 99, *fields]))
+
+
 def test_the_first_version_named_none() -> None:
     assert foreign_version(msgpack.packb(["Hello", "incarnation", None, 0])) == 1
 
