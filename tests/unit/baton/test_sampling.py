@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.sampling import SamplingParams
+from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,14 @@ def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
         SamplingParams(**{field: value})
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: must be")
+
+
+def test_lists_may_be_as_long_as_the_limit_says() -> None:
+    SamplingParams(
+        logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0),
+        stop=("x",) * MAX_STOP_STRINGS,
+        stop_token_ids=(5,) * MAX_STOP_TOKEN_IDS,
+    )
 
 
 def test_a_repetition_penalty_cannot_make_logits_infinite() -> None:
