@@ -11,12 +11,13 @@ from kv_transfer.commands import (
     AbortSend,
     BeginSend,
     FinishSend,
+    NoteStarvation,
     SendBlocks,
 )
 from kv_transfer.protocol.messages import Pieces
 from kv_transfer.records import MAX_ROWS, PeerMetrics
 from tests.factories.endpoints import LOAD_TIMEOUT_S, TOKEN, Fabric, Worker
-from tests.factories.hand_overs import begin, begun
+from tests.factories.hand_overs import begin, begun, both_ends
 from tests.factories.transfer import HEARTBEAT_S, Wire, honest, sent, start
 
 
@@ -78,6 +79,20 @@ def test_c40_a_prompt_that_the_prefill_worker_answered_alone_is_no_failed_hand_o
     counters = Counter(decode.connector.counters())
     assert (counters["kv_loads_not_needed"], counters["kv_loads_failed"]) == (num_ranks, 0)
     fabric.assert_at_rest()
+
+
+def test_c31_a_postponed_load_has_not_failed() -> None:
+    fabric = Fabric("zmq_tcp")
+    prefill, decode = fabric.add("p0"), fabric.add("d0")
+    other, _ = both_ends(prefill.ref, decode.ref, "other")
+    prefill.command(BeginSend("other", other, 16))
+    prefill.save(SendBlocks("other", 0, (9,)))
+    begin(fabric, prefill, decode, 32)
+    prefill.command(FinishSend("other", 1, (), TOKEN), NoteStarvation(is_starved=True))
+    fabric.deliver()
+    (failure,) = decode.output().failed_recving
+    assert failure.is_postponed
+    assert ends(decode) == []
 
 
 def test_a_request_that_ends_in_the_queue_has_not_failed_to_be_handed_over() -> None:
