@@ -19,7 +19,7 @@ from kv_transfer.commands import (
     SendBlocks,
 )
 from kv_transfer.connector.ranks import BlockMover, RankedConnector
-from kv_transfer.parts import GiveUp, Loads
+from kv_transfer.parts import GiveUp, Loads, Sends
 from kv_transfer.protocol.messages import TO_CONSUMER, Pieces
 from tests.factories.endpoints import (
     CELL_BYTES,
@@ -226,6 +226,12 @@ def test_c47_a_report_of_a_part_that_reported_before_or_of_an_unknown_load_means
     assert loads.arrived(0, arrived) is loads.failed(0, failed) is loads.quiesced("r", 0) is None
     if has_begun:
         assert loads.arrived(1, arrived) == ReceivedKV("r", TOKEN, 2, 0.1, 0.1), "each part counts once"
+
+
+def test_c47_a_part_of_a_send_is_freed_once() -> None:
+    sends: Sends[int] = Sends()
+    sends.begin("r", range(2))
+    assert [sends.freed("r", part) for part in (0, 0, 1, 1)] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("num_consumers", [1, 2])
