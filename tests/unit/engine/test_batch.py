@@ -226,6 +226,7 @@ def test_hundreds_of_requests_come_and_go() -> None:
         assert built.blocks[0].block_ids_BM[0].tolist() == list(range(1, 39))
         assert built.blocks[0].block_ids_BM[-1].tolist() == [1] + [0] * 37
     assert len(batch) == 150
+    assert len(batch._table.num_tokens_S) < 2 * 150
 
 
 def test_only_a_prompts_last_token_samples() -> None:
