@@ -151,6 +151,21 @@ def test_c35_without_checksums_nothing_that_was_read_is_kept_of_a_failed_load(
     assert failed in wire.notifications
 
 
+@pytest.mark.parametrize(
+    ("checksums", "consumer_host", "applies"),
+    [
+        (ChecksumPolicy.ON, "host", True),
+        (ChecksumPolicy.OFF, "other", False),
+        (ChecksumPolicy.AUTO, "host", False),
+        (ChecksumPolicy.AUTO, "other", True),
+    ],
+)
+def test_c45_between_hosts_checksums_are_required_unless_they_are_off(
+    checksums: ChecksumPolicy, consumer_host: str, applies: bool
+) -> None:
+    assert checksums.applies("host", consumer_host) is applies
+
+
 def test_c55_nothing_is_kept_of_a_prompt_that_its_producer_gave_up() -> None:
     """It may have computed the prompt wrongly, which no checksum shows."""
     wire = make_wire(ChecksumPolicy.ON)
