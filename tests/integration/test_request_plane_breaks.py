@@ -156,7 +156,7 @@ async def test_c42_a_worker_that_was_never_silent_for_long_is_lost_early(
     network = NETWORK.model_copy(update={"peer_timeout_s": 10.0})
     async with gateway_with(folder, {}, {"d0": silent}, network=network) as under_test:
         [client] = under_test.gateway.workers.clients
-        client._timeout._heard_since = -1e6  # the gateway has known this for long
+        client._timeout._heard_since = -1e6  # the gateway has known the worker for long
         under_test.workers["d0"].goes_on.clear()
         await under_test.until(lambda: client.is_lost)
         under_test.workers["d0"].goes_on.set()
