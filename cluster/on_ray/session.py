@@ -43,9 +43,9 @@ _SYSTEM_CONFIG: dict[str, int | bool] = {
     "raylet_client_num_connect_attempts": 100,
 }
 
-_USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
+_NICENESS = "RAY_worker_niceness"
 """A worker's process reads this in its environment. By default, Ray gives workers niceness 15, and any other busy
-program takes nearly all their CPU time."""
+program takes nearly all their CPU time. So it is 0 unless the command's environment has another value."""
 
 _PROBE_TIMEOUT_S = 5.0
 
@@ -86,7 +86,7 @@ def prepare_environment(config: ClusterConfig, environment: MutableMapping[str, 
     # message.
     environment["RAY_RAYLET_PID"] = str(os.getpid())
     if config.ray_address == "local":
-        environment.update(_USUAL_PRIORITY)
+        environment.setdefault(_NICENESS, "0")
         environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback instead of every interface
         environment["RAY_AUTH_MODE"] = "token"
         environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -189,7 +189,8 @@ def _join(ray: ModuleType, config: ClusterConfig) -> None:
     # Workers run the code of this checkout, whatever the cluster's nodes have installed.
     modules = [str(_ROOT / package) for package in _PACKAGES]
     # Excludes compiled files, which would make a different package each time.
-    environment = {"py_modules": modules, "excludes": ["__pycache__"], "env_vars": _USUAL_PRIORITY}
+    niceness = {_NICENESS: os.environ.get(_NICENESS, "0")}
+    environment = {"py_modules": modules, "excludes": ["__pycache__"], "env_vars": niceness}
     deadline, is_announced = time.monotonic() + config.ray_timeout_s, False
     while True:
         try:

@@ -92,7 +92,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Ends the process by SIGKILL, and the processes that it has started, such as a compiler of kernels."""
-        if self._process.poll() is None:
+        if self._process.returncode is None:  # not yet waited for, so the number is still its own
             self._kill_group()
 
     def close(self) -> None:
@@ -112,7 +112,8 @@ class WorkerProcess:
             return self.wait()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
+        # All have ended; macOS forbids signals to a process that has ended, but was not waited for.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 

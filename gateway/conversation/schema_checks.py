@@ -30,7 +30,7 @@ def check_schema(field: str, whose: str, schema: Mapping[str, Any]) -> None:
         for key in ("const", "enum"):
             _check_listed(field, f"in {whose}, '{key}'", part.get(key))
         for key in DRAFT_3.keys() & part:
-            if is_of_draft_3(key, part[key], is_draft_3):
+            if _is_of_draft_3(key, part[key], is_draft_3):
                 raise InvalidRequest(
                     field,
                     f"in {whose}, '{key}' has the form of draft 3 of JSON Schema, which is not supported; "
@@ -38,7 +38,7 @@ def check_schema(field: str, whose: str, schema: Mapping[str, Any]) -> None:
                 )
 
 
-def is_of_draft_3(key: str, value: Any, is_draft_3: bool) -> bool:
+def _is_of_draft_3(key: str, value: Any, is_draft_3: bool) -> bool:
     """Whether a keyword of DRAFT_3 restricts values. `is_draft_3`: the schema says that it is of draft 3. In other
     schemas, `extends` and `disallow` may be anybody's own keywords."""
     if key == "required":
